@@ -1,0 +1,2 @@
+"""deltafuse: exact, planned LoRA-family adapters."""
+from ._version import __version__
