@@ -1,0 +1,189 @@
+"""Options of a training job: frozen, checked when made, the same in flags, TOML and YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.errors import OptionError, unknown_name
+
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+PRECISIONS = ("no", "bf16", "fp16")
+CHECKPOINTING = ("none", "non-reentrant", "reentrant")
+SAVE_DTYPES = ("fp32", "bf16", "fp16")
+TASKS = ("text", "image")
+
+
+def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise OptionError(unknown_name("value", value, legal, where=f"of option '{name}'"))
+
+
+def _check_range(name: str, value: float, low: float, *, exclusive: bool = False) -> None:
+    wrong = not math.isfinite(value) or (value <= low if exclusive else value < low)
+    if wrong:
+        raise OptionError(f"option '{name}' is {value}; it must be {'above' if exclusive else 'at least'} {low:g}.")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of the loop. Counts are optimizer steps unless said otherwise."""
+
+    steps: int = 200
+    lr: float = 1e-3
+    batch_size: int = 4  # samples per device and micro-batch
+    grad_accum: int = 1  # micro-batches per optimizer step
+    optimizer: str = "adamw"
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup: int = 0
+    max_grad_norm: float = 1.0  # 0: no clipping
+    scale_weight_norms: float = 0.0  # upper bound of each layer's delta norm; 0: none
+    mixed_precision: str = "no"
+    gradient_checkpointing: str = "none"
+    freeze_base: bool = True
+    seed: int = 0
+    device: str = "auto"
+    eval_every: int = 0  # 0: only before the first and after the last step
+    eval_batches: int = 32  # held-out batches per evaluation; 0: all
+    save_every: int = 0  # 0: only at the end
+    save_dtype: str = "fp32"
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low in (("steps", 1), ("batch_size", 1), ("grad_accum", 1), ("warmup", 0), ("eval_every", 0)):
+            _check_range(name, getattr(self, name), low)
+        for name in ("weight_decay", "max_grad_norm", "scale_weight_norms", "eval_batches", "save_every", "seed"):
+            _check_range(name, getattr(self, name), 0)
+        _check_range("lr", self.lr, 0, exclusive=True)
+        _check_choice("schedule", self.schedule, SCHEDULES)
+        _check_choice("mixed_precision", self.mixed_precision, PRECISIONS)
+        _check_choice("gradient_checkpointing", self.gradient_checkpointing, CHECKPOINTING)
+        _check_choice("save_dtype", self.save_dtype, SAVE_DTYPES)
+        if self.schedule != "constant" and self.warmup >= self.steps:
+            raise OptionError(f"option 'warmup' is {self.warmup}; it must be below 'steps' ({self.steps}).")
+        if self.schedule == "constant" and self.warmup:
+            raise OptionError(
+                "option 'warmup' has no effect with schedule 'constant': use 'constant_with_warmup', 'linear' or 'cosine'."
+            )
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Which adapter goes on which layers."""
+
+    algo: str = "lokr"
+    rank: int = 16
+    alpha: float | None = None  # None: alpha = rank
+    conv_rank: int | None = None  # None: as rank
+    conv_alpha: float | None = None  # None: as alpha
+    preset: str | None = None  # name or TOML path; None: the task's own choice of layers
+    target: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    override: tuple[str, ...] = ()
+    option: tuple[str, ...] = ()
+    strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_range("rank", self.rank, 1)
+        for name in ("conv_rank", "alpha", "conv_alpha"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 1 if name == "conv_rank" else 0)
+        if not math.isfinite(self.strength):
+            raise OptionError(f"option 'strength' is {self.strength}; it must be finite.")
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Everything ``deltafuse train`` is told."""
+
+    task: str = "text"
+    model: str = ""
+    data: tuple[str, ...] = ()
+    out: str = ""
+    seq_len: int = 256  # tokens per text block
+    held_out: float = 0.1  # fraction of the data kept for evaluation; 0: none
+    resolution: int = 0  # pixels; 0: the model's own sample size
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        _check_choice("task", self.task, TASKS)
+        _check_range("seq_len", self.seq_len, 2)
+        _check_range("resolution", self.resolution, 0)
+        if not 0 <= self.held_out < 1:
+            raise OptionError(f"option 'held_out' is {self.held_out}; it must be at least 0 and below 1.")
+
+
+_GROUPS = {"adapter": AdapterConfig, "train": TrainConfig}
+
+
+def option_fields() -> dict[str, dataclasses.Field[Any]]:
+    """Flat name -> dataclass field, over the job and its two groups."""
+    fields = {item.name: item for item in dataclasses.fields(JobConfig) if item.name not in _GROUPS}
+    for group in _GROUPS.values():
+        fields.update({item.name: item for item in dataclasses.fields(group)})
+    return fields
+
+
+def job_from_flat(values: Mapping[str, Any]) -> JobConfig:
+    """A :class:`JobConfig` from flat names, as in a config file; raises OptionError for unknown names and bad values."""
+    legal = option_fields()
+    clean: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in legal:
+            raise OptionError(unknown_name("option", key, legal))
+        clean[name] = _coerce(name, value, str(legal[name].type))
+    groups = {}
+    for group, kind in _GROUPS.items():
+        names = {item.name for item in dataclasses.fields(kind)}
+        groups[group] = kind(**{name: clean.pop(name) for name in list(clean) if name in names})
+    return JobConfig(**clean, **groups)
+
+
+def job_to_flat(job: JobConfig) -> dict[str, Any]:
+    """The inverse of :func:`job_from_flat`; None values are left out, tuples become lists."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(job):
+        value = getattr(job, item.name)
+        flat.update(dataclasses.asdict(value) if item.name in _GROUPS else {item.name: value})
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in flat.items() if v is not None}
+
+
+def _coerce(name: str, value: Any, kind: str) -> Any:
+    """``value`` as the field's annotated ``kind``; strings in lists, whole floats as int, ints as float."""
+    if value is None and "None" in kind:
+        return None
+    if kind.startswith("tuple"):
+        return _string_tuple(name, value)
+    base = kind.partition(" ")[0]
+    if base == "bool" and isinstance(value, bool):
+        return value
+    if base == "str" and isinstance(value, str):
+        return value
+    if base in ("int", "float") and not isinstance(value, bool):
+        number = _number(value)
+        if number is not None and (base == "float" or number == int(number)):
+            return int(number) if base == "int" else number
+    raise OptionError(f"option '{name}' is {value!r} ({type(value).__name__}); it must be {base}.")
+
+
+def _number(value: Any) -> float | None:
+    """YAML 1.1 reads ``1e-3`` as a string, so numeric strings count."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _string_tuple(name: str, value: Any) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if isinstance(items, (list, tuple)) and all(isinstance(item, str) for item in items):
+        return tuple(items)
+    raise OptionError(f"option '{name}' is {value!r}; it must be a list of strings.")
