@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import lru_cache
 from typing import TextIO
+
+from .core.messages import say_once
 
 __all__ = ["error_once", "info_once", "logger", "warning_once"]
 
@@ -51,19 +52,16 @@ def _build() -> logging.Logger:
 logger = _build()
 
 
-@lru_cache(maxsize=1024)
 def info_once(msg: str) -> None:
-    """Log ``msg`` at INFO the first time it is seen in this process."""
-    logger.info(msg)
+    """Log ``msg`` at INFO the first time it is said in this process."""
+    say_once(msg, logging.INFO)
 
 
-@lru_cache(maxsize=1024)
 def warning_once(msg: str) -> None:
-    """Log ``msg`` at WARNING the first time it is seen in this process."""
-    logger.warning(msg)
+    """Log ``msg`` at WARNING the first time it is said in this process."""
+    say_once(msg, logging.WARNING)
 
 
-@lru_cache(maxsize=1024)
 def error_once(msg: str) -> None:
-    """Log ``msg`` at ERROR the first time it is seen in this process."""
-    logger.error(msg)
+    """Log ``msg`` at ERROR the first time it is said in this process."""
+    say_once(msg, logging.ERROR)

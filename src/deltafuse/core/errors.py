@@ -55,7 +55,7 @@ def nearest(name: str, legal: Iterable[str]) -> str | None:
 
 
 def unknown_name(kind: str, name: object, legal: Iterable[str], where: str = "") -> str:
-    """One sentence for an unknown name: ``kind`` and ``where`` say what and whose, then the nearest and the legal ones."""
+    """One sentence for an unknown name: what and whose it is, the nearest legal name, all legal names."""
     names = sorted(str(item) for item in legal)
     close = nearest(str(name), names)
     hint = f" Did you mean '{close}'?" if close else ""

@@ -67,7 +67,8 @@ class TrainConfig:
             raise OptionError(f"option 'warmup' is {self.warmup}; it must be below 'steps' ({self.steps}).")
         if self.schedule == "constant" and self.warmup:
             raise OptionError(
-                "option 'warmup' has no effect with schedule 'constant': use 'constant_with_warmup', 'linear' or 'cosine'."
+                "option 'warmup' has no effect with schedule 'constant'. "
+                "Legal with a warm-up: constant_with_warmup, linear, cosine."
             )
 
 
@@ -131,7 +132,7 @@ def option_fields() -> dict[str, dataclasses.Field[Any]]:
 
 
 def job_from_flat(values: Mapping[str, Any]) -> JobConfig:
-    """A :class:`JobConfig` from flat names, as in a config file; raises OptionError for unknown names and bad values."""
+    """A :class:`JobConfig` from flat names, as in a config file; OptionError for unknown names and bad values."""
     legal = option_fields()
     clean: dict[str, Any] = {}
     for key, value in values.items():

@@ -221,7 +221,7 @@ class _Loop:
                     self.optimizer.zero_grad(set_to_none=True)
         if not self.accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-        values = {"loss": mean, "lr": lr, "grad_norm": float(norm)}
+        values = {"loss": mean, "lr": float(lr), "grad_norm": float(norm)}
         values.update(self._limit_norms())
         return {**values, "seconds": time.perf_counter() - begun}
 

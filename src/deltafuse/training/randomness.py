@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -20,7 +20,7 @@ def seed_everything(seed: int) -> None:
 
 def random_state() -> dict[str, Any]:
     """Everything as tensors, numbers and strings, so that it can be stored without pickled objects."""
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", numpy.random.get_state(legacy=True))
     version, internal, gauss = random.getstate()
     return {
         "python": [version, list(internal), gauss],

@@ -70,7 +70,7 @@ class EndlessShuffle(Sampler[int]):
 def make_loader(
     dataset: Dataset[Any], batch_size: int, split: Split, collate: Any = None, workers: int = 0
 ) -> DataLoader[Any]:
-    """Endless shuffled batches for ``train``, one ordered pass for ``held_out``; no draw from the global random state."""
+    """Endless shuffled batches for ``train``, one ordered pass for ``held_out``; global random state is left alone."""
     size = len(dataset)  # type: ignore[arg-type]
     if size == 0:
         raise DataError(f"the {split} data hold no samples.")

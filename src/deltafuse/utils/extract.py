@@ -30,8 +30,8 @@ def make_sparse(t: torch.Tensor, sparsity: float = 0.95) -> torch.Tensor:
     """``t`` with every entry set to 0 whose size is below the ``sparsity`` quantile of sizes; same shape and dtype."""
     if not 0 <= sparsity <= 1:
         raise OptionError(f"sparsity is a share between 0 and 1, got {sparsity}")
-    size = t.detach().abs()
-    cut = float(np.quantile(size.to("cpu", torch.float64).numpy(), sparsity)) if size.numel() else 0.0
+    size = t.detach().abs().double()
+    cut = float(np.quantile(size.cpu().numpy(), sparsity)) if size.numel() else 0.0
     return t.masked_fill(size < cut, 0)
 
 

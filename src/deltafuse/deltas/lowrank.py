@@ -1,0 +1,215 @@
+"""Low-rank deltas: LoRA, LoCon, DyLoRA and T-LoRA as one; LoHa through its Khatri-Rao factors.
+
+LowRank: dW = s up down (linear), the same as matrices for a convolution, or the Tucker form
+dW[o, i, k] = s sum_pq up[o, p] mid[p, q, k] down[q, i].
+Hadamard: dW = s (up1 down1) * (up2 down2), which is a LowRank of rank r^2 without being rebuilt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..core.cost import Cost
+from ..core.geometry import LayerOp
+from ..core.precision import branch_dtype, compute_dtype
+from ..core.verdict import Verdict
+from ..primitives import Kernels, lowrank
+from ..primitives.gemm import plain_math
+from .base import YES, Call, Delta, Scalar, acc, product_cost, times
+
+
+@dataclass
+class LowRank(Delta):
+    """down (r, fan_in) or (r, in, *kernel), up (out, r), mid (r, r, *kernel) or None, scale: alpha / rank.
+
+    gain: learnable scalar or None. rank_mask: (r,), or (batch, r) for one mask per sample (bypass form only).
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    mid: Tensor | None = None
+    gain: Tensor | None = None
+    rank_mask: Tensor | None = None
+    row_mask: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[1]
+
+    @property
+    def per_sample(self) -> bool:
+        return self.rank_mask is not None and self.rank_mask.dim() == 2
+
+    def factor(self, strength: Scalar) -> Tensor:
+        """up with every scalar and the shared rank mask folded in, float32 or better."""
+        up = times(self.up.to(acc(self.up, self.down)), self.scale)
+        if self.gain is not None:
+            up = up * self.gain
+        if self.rank_mask is not None and not self.per_sample:
+            up = up * self.rank_mask.to(up.dtype)
+        return times(up, strength)
+
+    def down_matrix(self) -> Tensor:
+        return self.down.flatten(1)
+
+    # dense
+
+    def can_merge(self, op: LayerOp) -> Verdict:
+        return Verdict(False, "each sample has its own rank mask: no single weight") if self.per_sample else YES
+
+    def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
+        up = self.factor(strength)
+        if self.mid is not None:
+            return self.mask_rows(lowrank.tucker_merge(up, self.mid, self.down_matrix()))
+        return self.mask_rows(lowrank.lowrank_merge(None, ((up, self.down_matrix()),), 1.0)).view(op.weight_shape)
+
+    def merged(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar) -> Tensor:
+        if self.mid is not None or self.row_mask is not None:
+            return super().merged(kernels, weight, op, strength)
+        flat = kernels.lowrank_merge(weight.flatten(1), ((self.factor(strength), self.down_matrix()),), 1.0)
+        return flat.view(op.weight_shape)
+
+    def dense_cost(self, op: LayerOp) -> Cost:
+        return product_cost(op.out, self.rank, op.fan_in, 4)
+
+    # bypass
+
+    def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
+        if call.op.is_conv:
+            return self._conv_branch(call, strength)
+        h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
+        return call.kernels.lowrank_up(h, self.factor(strength))
+
+    def bypass(self, call: Call, strength: Scalar) -> Tensor:
+        if call.op.is_conv or call.dropout or self.row_mask is not None:
+            return super().bypass(call, strength)
+        h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
+        up = self.factor(strength).to(h.dtype)
+        return call.kernels.gemm_epilogue(call.x, call.weight, call.bias, h, up)
+
+    def _conv_branch(self, call: Call, strength: Scalar) -> Tensor:
+        op = call.op
+        work = branch_dtype(compute_dtype(call.x))
+        up = self.factor(strength).to(work)
+        with plain_math(call.x):
+            x = call.x.to(work)
+            if op.groups > 1:
+                return self._grouped(op, x, up)
+            h = self._window(op, x)
+            return op.pointwise(self._mask(h, op.channel_dim), up)
+
+    def _window(self, op: LayerOp, x: Tensor) -> Tensor:
+        """The rank-channel convolution; the input's channels are those one group sees."""
+        if self.mid is None:
+            kernel = self.down_matrix().view(self.rank, op.group_inp, *op.kernel)
+            return op.convolve(op.prepad(x), kernel.to(x.dtype), None, 1)
+        narrow = op.pointwise(x, self.down_matrix().to(x.dtype))
+        return op.convolve(op.prepad(narrow), self.mid.to(x.dtype), None, 1)
+
+    def _grouped(self, op: LayerOp, x: Tensor, up: Tensor) -> Tensor:
+        """Groups become batch entries that share the down factor, then channels again for the grouped up."""
+        single = x.dim() == len(op.kernel) + 1
+        batched = x.unsqueeze(0) if single else x
+        batch = batched.shape[0]
+        folded = batched.reshape(batch * op.groups, op.group_inp, *batched.shape[2:])
+        h = self._window(op, folded)
+        h = h.reshape(batch, op.groups * self.rank, *h.shape[2:])
+        if self.per_sample and self.rank_mask is not None:
+            h = h * op.channels_of(self.rank_mask.repeat(1, op.groups)).to(h.dtype)
+        out = op.pointwise(h, up, op.groups)
+        return out.squeeze(0) if single else out
+
+    def _mask(self, h: Tensor, dim: int) -> Tensor:
+        """Per-sample rank masks on the rank axis ``dim`` of h; a shared mask is in the factor already."""
+        if self.rank_mask is None or not self.per_sample:
+            return h
+        shape = [1] * h.dim()
+        shape[0], shape[dim] = self.rank_mask.shape
+        return h * self.rank_mask.to(h.dtype).view(shape)
+
+    def bypass_cost(self, op: LayerOp, rows: int, size: int) -> Cost:
+        first = op.inp if self.mid is not None else op.inp * op.window
+        cost = product_cost(rows, first, self.rank, size) + product_cost(rows, self.rank, op.out, size)
+        if self.mid is not None:
+            cost = cost + product_cost(rows, self.rank * op.window, self.rank, size)
+        saved = float(size) * rows * self.rank * (2 if self.mid is not None else 1)
+        return replace(cost, saved=saved)
+
+    def uses(self, op: LayerOp) -> tuple[str, ...]:
+        return () if op.is_conv else ("lowrank_down", "gemm_epilogue")
+
+
+@dataclass
+class Hadamard(Delta):
+    """Factors of each side: up (out, r), down (r, fan_in), mid (r, r, *kernel) or None."""
+
+    up1: Tensor
+    down1: Tensor
+    up2: Tensor
+    down2: Tensor
+    scale: float
+    mid1: Tensor | None = None
+    mid2: Tensor | None = None
+    gain: Tensor | None = None
+    row_mask: Tensor | None = None
+
+    def scalar(self, strength: Scalar) -> Scalar:
+        total: Scalar = self.scale * strength
+        return total if self.gain is None else self.gain * total
+
+    def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
+        if self.mid1 is not None and self.mid2 is not None:
+            left = lowrank.tucker_merge(self.up1, self.mid1, self.down1)
+            dense = left * lowrank.tucker_merge(self.up2, self.mid2, self.down2) * self.scalar(strength)
+        else:
+            pairs = ((self.up1, self.down1), (self.up2, self.down2))
+            dense = lowrank.lowrank_merge(None, pairs, self.scalar(strength)).view(op.weight_shape)
+        return self.mask_rows(dense)
+
+    def merged(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar) -> Tensor:
+        if self.mid1 is not None or self.row_mask is not None:
+            return super().merged(kernels, weight, op, strength)
+        pairs = ((self.up1, self.down1), (self.up2, self.down2))
+        return kernels.lowrank_merge(weight.flatten(1), pairs, self.scalar(strength)).view(op.weight_shape)
+
+    def dense_cost(self, op: LayerOp) -> Cost:
+        each = product_cost(op.out, self.up1.shape[1], op.fan_in, 4)
+        return each + each + Cost(bytes=12.0 * op.out * op.fan_in, launches=1)
+
+    def khatri_rao(self) -> LowRank:
+        """The same delta as a LowRank of rank r^2."""
+        work = acc(self.up1, self.down1)
+        up = _row_products(self.up1.to(work), self.up2.to(work))
+        down = _row_products(self.down1.to(work).t(), self.down2.to(work).t()).t()
+        mid = None
+        if self.mid1 is not None and self.mid2 is not None:
+            rank = self.mid1.shape[0]
+            grid = torch.einsum("pqk,stk->psqtk", self.mid1.to(work).flatten(2), self.mid2.to(work).flatten(2))
+            mid = grid.reshape(rank * rank, rank * rank, *self.mid1.shape[2:])
+        return LowRank(down, up, self.scale, mid, self.gain, None, self.row_mask)
+
+    def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
+        return self.khatri_rao().branch(call, strength)
+
+    def bypass(self, call: Call, strength: Scalar) -> Tensor:
+        return self.khatri_rao().bypass(call, strength)
+
+    def bypass_cost(self, op: LayerOp, rows: int, size: int) -> Cost:
+        rank = self.up1.shape[1] ** 2
+        first = op.inp if self.mid1 is not None else op.inp * op.window
+        cost = product_cost(rows, first, rank, size) + product_cost(rows, rank, op.out, size)
+        if self.mid1 is not None:
+            cost = cost + product_cost(rows, rank * op.window, rank, size)
+        return replace(cost, saved=float(size) * rows * rank)
+
+    def uses(self, op: LayerOp) -> tuple[str, ...]:
+        return () if op.is_conv else ("lowrank_down", "gemm_epilogue")
+
+
+def _row_products(a: Tensor, b: Tensor) -> Tensor:
+    """Row-wise Kronecker product: (n, r), (n, q) -> (n, r q)."""
+    return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)

@@ -1,0 +1,18 @@
+"""Primitives: the few operations that backends implement. Importing this package defines them all."""
+
+from . import gemm, kron, lowrank, norms, rotation, scaling
+from .registry import Kernels, Primitive, get_primitive, kernel_table, primitives
+
+__all__ = [
+    "Kernels",
+    "Primitive",
+    "gemm",
+    "get_primitive",
+    "kernel_table",
+    "kron",
+    "lowrank",
+    "norms",
+    "primitives",
+    "rotation",
+    "scaling",
+]
