@@ -21,7 +21,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
     out: Annotated[Path, typer.Option(help="Directory for the four files.")] = Path("deltafuse-demo"),
     rank: Annotated[int | None, typer.Option(min=1, help="Adapter rank; default: suits the algorithm.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="The scale is alpha / rank; default: suits the algorithm.")] = None,
+    alpha: Annotated[
+        float | None, typer.Option(help="The scale is alpha / rank; default: suits the algorithm.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate; default: suits the algorithm.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     digit: Annotated[
