@@ -37,7 +37,7 @@ def demo(
     """Check everything, train, show where things are; exit code 1 if the written file does not reload."""
     from ..demo.run import Demo, DemoSettings
     from ..training.progress import make_progress
-    from .options import parse_options
+    from ..training.adapter import parse_options
 
     settings = DemoSettings(algo, steps, out, rank, alpha, lr, seed, digit, strength, parse_options(option or []))
     prepared = Demo(settings)

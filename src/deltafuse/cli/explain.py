@@ -5,13 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..core.errors import CheckpointError, OptionError
 from .tables import print_table
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _COLUMNS = ("layer", "algorithm", "form", "backend", "scale", "parameters", "saved_bytes", "reason")
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What to explain: a model (None: the demo's) with a new adapter or with one from a file."""
+
+    algo: str = "lokr"
+    model: str | None = None
+    adapter: Path | None = None
+    rank: int = 8
+    alpha: float = 4.0
+    preset: str | None = None
+    options: tuple[str, ...] = ()
 
 
 def register(app: typer.Typer) -> None:
@@ -22,9 +39,9 @@ def register(app: typer.Typer) -> None:
 def explain(
     algo: Annotated[str, typer.Option(help="Adapter algorithm.")] = "lokr",
     model: Annotated[
-        str | None, typer.Option(help="A model directory or .gguf file; without it, the denoiser of the demo.")
+        str | None, typer.Option(help="Model directory or .gguf file; without it, the denoiser of the demo.")
     ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Explain the denoiser of the demo (the default model).")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="The denoiser of the demo, as without --model.")] = False,
     adapter: Annotated[Path | None, typer.Option(help="Explain this adapter file instead of a new adapter.")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Adapter rank.")] = 8,
     alpha: Annotated[float, typer.Option(help="Adapter alpha; the scale is alpha / rank.")] = 4.0,
@@ -33,16 +50,92 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Attach the adapter, print the report, train nothing."""
-    report = build_report(algo, model, demo, adapter, rank, alpha, preset, option or [])
+    import deltafuse
+
+    if demo and model is not None:
+        raise OptionError(f"--demo and --model '{model}' name two models; give one of them")
+    network = attach(Question(algo, model, adapter, rank, alpha, preset, tuple(option or ())))
+    report = deltafuse.explain(network)
     if as_json:
         typer.echo(json.dumps(report_data(report), indent=2))
     else:
         _print(report)
 
 
+def attach(question: Question) -> Any:
+    """The network to explain, on its model."""
+    if question.adapter is not None and not question.adapter.is_file():
+        raise CheckpointError(f"no adapter file '{question.adapter}'")
+    model, preset = _load_model(question.model)
+    network = _from_file(question.adapter, model) if question.adapter else _new(question, model, preset)
+    network.apply_to()
+    return network
+
+
+def _load_model(source: str | None) -> tuple[nn.Module, dict[str, Any] | None]:
+    """The model, and for the demo's the preset of its blocks."""
+    if source is None:
+        from ..demo.base import load_base
+        from ..demo.recipes import ADAPTED_BLOCKS
+
+        return load_base(), {"target_module": list(ADAPTED_BLOCKS)}
+    if _is_denoiser(Path(source).expanduser()):
+        from ..integrations.diffusers import load_denoiser
+
+        return load_denoiser(source)[0], None
+    from ..integrations.transformers import load_causal_lm
+
+    return load_causal_lm(source)[0], None
+
+
+def _is_denoiser(path: Path) -> bool:
+    """Whether ``path`` is a directory in diffusers' layout."""
+    if any((path / name).is_file() for name in ("model_index.json", "unet/config.json", "transformer/config.json")):
+        return True
+    config = path / "config.json"
+    try:
+        return config.is_file() and "_class_name" in json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"'{config}' is not JSON: {error}") from error
+
+
+def _from_file(path: Path, model: nn.Module) -> Any:
+    from .. import create_lycoris_from_weights
+
+    return create_lycoris_from_weights(1.0, str(path), model)[0]
+
+
+def _new(question: Question, model: nn.Module, preset: dict[str, Any] | None) -> Any:
+    from ..training.adapter import build_network, parse_options
+    from ..training.config import AdapterConfig
+    from ..training.targets import LINEAR_AND_CONV
+
+    if preset is None or question.preset is not None:
+        config = AdapterConfig(
+            algo=question.algo,
+            rank=question.rank,
+            alpha=question.alpha,
+            preset=question.preset,
+            option=question.options,
+        )
+        return build_network(model, config, LINEAR_AND_CONV)
+    from .. import create_lycoris
+
+    options = parse_options(question.options)
+    return create_lycoris(
+        model,
+        1.0,
+        linear_dim=question.rank,
+        linear_alpha=question.alpha,
+        algo=question.algo,
+        preset=preset,
+        **options,
+    )
+
+
 def report_data(report: Any) -> dict[str, Any]:
     """The report as plain data: ``{"rows": [...], "totals": {...}}``."""
-    return {"rows": [_plain(row) for row in report], "totals": _plain(report.totals)}
+    return {"rows": [_plain(row) for row in report.rows], "totals": _plain(report.totals)}
 
 
 def _plain(value: Any) -> Any:
@@ -53,3 +146,19 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float) else str(value)
+
+
+def _print(report: Any) -> None:
+    rows = [[_cell(getattr(row, column)) for column in _COLUMNS] for row in report.rows]
+    print_table("Adapted layers", [column.replace("_", " ") for column in _COLUMNS], rows)
+    totals = _plain(report.totals)
+    if isinstance(totals, dict):
+        print_table("Totals", ("what", "value"), [(key.replace("_", " "), _cell(v)) for key, v in totals.items()])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,14 +26,14 @@ def signal_and_noise(t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def denoising_loss(model: Denoiser, x0: Tensor, labels: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-    """Mean squared error of the predicted velocity; ``x0`` and ``noise`` (batch, 1, h, w), ``t`` and ``labels`` (batch,)."""
+    """Mean squared error of the velocity; ``x0`` and ``noise`` (batch, 1, h, w), ``t`` and ``labels`` (batch,)."""
     signal, sigma = signal_and_noise(t)
     velocity = signal * noise - sigma * x0
     return F.mse_loss(model(signal * x0 + sigma * noise, t, labels), velocity)
 
 
 def random_times(count: int, generator: torch.Generator | None = None) -> Tensor:
-    """``count`` times in [0, 1), one in each of ``count`` equal slots: less spread in the loss than independent draws."""
+    """``count`` times in [0, 1), one in each of ``count`` equal slots: the loss spreads less than with free draws."""
     slots = torch.arange(count) + torch.rand(count, generator=generator)
     return (slots / count)[torch.randperm(count, generator=generator)]
 
@@ -53,7 +54,7 @@ def sample(model: Denoiser, labels: Tensor, noise: Tensor, *, steps: int = 30) -
     """DDIM from ``noise`` (batch, 1, h, w) to images in [-1, 1]; the same noise and weights give the same images."""
     x = noise
     times = torch.linspace(_FIRST_TIME, 0.0, steps + 1)
-    for now, then in zip(times[:-1], times[1:], strict=True):
+    for now, then in pairwise(times):
         t = now.expand(len(x))
         signal, sigma = signal_and_noise(t)
         velocity = model(x, t, labels)

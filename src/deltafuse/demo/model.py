@@ -42,7 +42,7 @@ class Conditioning(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Norm, 3x3 convolution, scale and shift from the condition, norm, 3x3 convolution; a 1x1 skip where widths differ."""
+    """Two 3x3 convolutions, scaled and shifted by the condition in between; a 1x1 skip where the widths differ."""
 
     def __init__(self, inputs: int, outputs: int, condition: int) -> None:
         super().__init__()

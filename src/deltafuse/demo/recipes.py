@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-# Only these blocks are adapted: the first and last convolutions have one image channel, which leaves rotations no block.
+# Only these blocks are adapted: the outermost convolutions have one image channel, which leaves rotations no block.
 ADAPTED_BLOCKS = ("Conditioning", "ResidualBlock", "TransformerBlock")
 
 
