@@ -1,13 +1,13 @@
 """Let the name ``lycoris`` mean one package inside a block and leave the rest of the process untouched.
 
-The suite needs ``lycoris`` to be the alias while other tests of the same process import the published package, so
-the module table and the import hooks are swapped for the length of a ``with`` block only.
+One process may hold tests that need the published package and tests that need the alias, so the module table and the
+import hooks are swapped for the length of a ``with`` block only.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -15,48 +15,74 @@ NAME = "lycoris"
 
 
 def _answers(key: str) -> bool:
-    return key == NAME or key.startswith(NAME + ".")
+    return key.startswith(NAME) and (key == NAME or key.startswith(NAME + "."))
 
 
 def _take_modules() -> dict[str, ModuleType]:
-    return {key: sys.modules.pop(key) for key in list(sys.modules) if _answers(key)}
-
-
-class NameSwitch:
-    """One meaning of the name ``lycoris``: entered many times, installed by ``install`` on the first entry."""
-
-    def __init__(self, install: Callable[[], object]) -> None:
-        self._install = install
-        self._modules: dict[str, ModuleType] = {}
-        self._finders: list | None = None
-        self._depth = 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        if self._depth:
-            yield
-            return
-        outer_modules, outer_finders = _take_modules(), list(sys.meta_path)
-        self._depth += 1
-        try:
-            self._enter(outer_finders)
-            yield
-        finally:
-            self._depth -= 1
-            self._finders = list(sys.meta_path)
-            self._modules = _take_modules()
-            sys.modules.update(outer_modules)
-            sys.meta_path[:] = outer_finders
-
-    def _enter(self, outer_finders: list) -> None:
-        if self._finders is None:
-            sys.meta_path[:] = [finder for finder in outer_finders if not _is_alias_finder(finder)]
-            self._install()
-            return
-        sys.modules.update(self._modules)
-        sys.meta_path[:] = self._finders
+    return {key: sys.modules.pop(key) for key in [key for key in sys.modules if _answers(key)]}
 
 
 def _is_alias_finder(finder: object) -> bool:
     kind = finder if isinstance(finder, type) else type(finder)
     return kind.__module__.split(".")[0] == "deltafuse"
+
+
+class NameSwitch:
+    """A meaning of the name ``lycoris`` that can be entered many times; inner entries of the same meaning do nothing."""
+
+    def __init__(self) -> None:
+        self._active = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._active:
+            yield
+            return
+        outer_modules, outer_finders = _take_modules(), list(sys.meta_path)
+        self._active = True
+        try:
+            with self._meaning():
+                yield
+        finally:
+            self._active = False
+            _take_modules()
+            sys.modules.update(outer_modules)
+            sys.meta_path[:] = outer_finders
+
+    @contextmanager
+    def _meaning(self) -> Iterator[None]:
+        raise NotImplementedError
+
+
+class PublishedLycoris(NameSwitch):
+    """The installed lycoris-lora; its modules are imported once and shown again at every entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules: dict[str, ModuleType] = {}
+
+    @contextmanager
+    def _meaning(self) -> Iterator[None]:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_alias_finder(finder)]
+        sys.modules.update(self._modules)
+        import lycoris
+
+        assert not hasattr(lycoris, "install_as_lycoris")
+        try:
+            yield
+        finally:
+            self._modules = {key: module for key, module in sys.modules.items() if _answers(key)}
+
+
+class AliasedLycoris(NameSwitch):
+    """deltafuse behind the name."""
+
+    @contextmanager
+    def _meaning(self) -> Iterator[None]:
+        import deltafuse
+
+        alias = deltafuse.install_as_lycoris()
+        try:
+            yield
+        finally:
+            alias.uninstall()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from .switch import NameSwitch
+from .switch import AliasedLycoris, PublishedLycoris
 
 TARGET = os.environ.get("LYCORIS_API_TARGET", "deltafuse")
 if TARGET not in ("peer", "deltafuse"):
@@ -20,16 +20,7 @@ if TARGET not in ("peer", "deltafuse"):
 ON_PEER = TARGET == "peer"
 
 
-def _install() -> None:
-    if ON_PEER:
-        import lycoris  # noqa: F401
-    else:
-        import deltafuse
-
-        deltafuse.install_as_lycoris()
-
-
-lycoris_name = NameSwitch(_install)
+lycoris_name = PublishedLycoris() if ON_PEER else AliasedLycoris()
 
 
 class NotAsExpected(AssertionError):
