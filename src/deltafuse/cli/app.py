@@ -23,7 +23,6 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="deltafuse",
         help="Train, show and check LoRA-family adapters. Start with: deltafuse demo",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,11 +56,11 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line; returns 0, 2 (a message on stderr says what to change) or 130 (interrupted)."""
     command = typer.main.get_command(build_app())
     try:
-        outcome = command.main(list(arguments), prog_name="deltafuse", standalone_mode=False)
+        outcome = command.main(list(arguments) or ["--help"], prog_name="deltafuse", standalone_mode=False)
     except DeltaFuseError as error:
         return _refuse(str(error))
     except USAGE_ERROR as error:
-        return _refuse(_usage_message(command, error))
+        return _refuse(_usage_message(command, error, arguments))
     except (KeyboardInterrupt, typer.Abort):
         print("deltafuse: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -73,7 +72,7 @@ def _refuse(message: str) -> int:
     return EXIT_USAGE
 
 
-def _usage_message(command: Any, error: Any) -> str:
+def _usage_message(command: Any, error: Any, arguments: Sequence[str]) -> str:
     """The parser's message; for an unknown option or command with the nearest and the legal names."""
     context = error.ctx
     asked = getattr(error, "option_name", None)
@@ -81,7 +80,7 @@ def _usage_message(command: Any, error: Any) -> str:
         legal = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         return unknown_name("option", asked, legal, where=f"of '{context.command_path}'")
     if asked is None and context is not None and context.command is command and context.invoked_subcommand is None:
-        words = [word for word in sys.argv[1:] if not word.startswith("-")]
+        words = [word for word in arguments if not word.startswith("-")]
         if words and words[0] not in command.commands:
             return unknown_name("command", words[0], command.commands)
     text = str(error.format_message())

@@ -24,7 +24,8 @@ def enable(model: nn.Module, network: Any, kind: str) -> None:
     if callable(getattr(model, "gradient_checkpointing_enable", None)):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
     elif callable(getattr(model, "enable_gradient_checkpointing", None)):
-        model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=reentrant))  # type: ignore[operator]
+        how = (functools.partial(checkpoint, use_reentrant=True),) if reentrant else ()
+        model.enable_gradient_checkpointing(*how)  # type: ignore[operator]
     else:
         raise OptionError(
             f"option 'gradient_checkpointing' is '{kind}', but {type(model).__name__} offers neither "
