@@ -19,10 +19,10 @@ from ._run import branch, kernels_for, layer_op, promoted
 
 
 def weight_gen(org_weight: Tensor, rank: int, tucker: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Fresh (down, up, mid) for a weight (out, in, *k): kaiming, zeros, kaiming; mid only with ``tucker`` and k > 1."""
+    """Fresh (down, up, mid) for a weight (out, in, *k): kaiming, zeros, kaiming; mid for ``tucker`` convolutions."""
     out, inp, *kernel = org_weight.shape
     ones = [1] * len(kernel)
-    core = tucker and any(size != 1 for size in kernel)
+    core = tucker and bool(kernel)
     down = torch.empty(rank, inp, *(ones if core else kernel))
     nn.init.kaiming_uniform_(down, a=math.sqrt(5))
     up = torch.zeros(out, rank, *ones)

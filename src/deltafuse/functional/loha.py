@@ -22,7 +22,7 @@ Factors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 def weight_gen(org_weight: Tensor, rank: int, tucker: bool = True) -> Factors:
     """Fresh (w1d, w1u, w2d, w2u, t1, t2) for a weight (out, in, *k): normal with deviation 1, 0, 1, 0.1, 0.1, 0.1."""
     out, inp, *kernel = org_weight.shape
-    core = tucker and any(size != 1 for size in kernel)
+    core = tucker and bool(kernel)
     down = (rank, inp) if core else (rank, inp, *kernel)
     up = (rank, out) if core else (out, rank)
     t1 = t2 = None
