@@ -56,9 +56,11 @@ class AlgoSpec:
 _SIZE = ("dim", "alpha")
 _DROPOUT = ("dropout", "rank_dropout", "module_dropout", "rank_dropout_scale")
 _DORA = ("weight_decompose", "dora_wd", "wd_on_out", "wd_on_output", "detach_norm")
+_COMMON = (*_DROPOUT, "bypass_mode", *_DORA)
 _TUCKER = ("use_tucker", "use_cp", "use_conv_cp", "disable_conv_cp")
-_ROTATION = ("dim", *_DROPOUT, "constraint", "constrain", "rescaled", "bypass_mode")
-_LORA = (*_SIZE, *_DROPOUT, *_TUCKER, "use_scalar", *_DORA, "bypass_mode", "rs_lora")
+_CONSTRAINT = ("constraint", "constrain")
+_RANKED = (*_SIZE, *_COMMON, "rs_lora")
+_LORA = (*_RANKED, *_TUCKER, "use_scalar")
 
 _SPECS = (
     AlgoSpec("lora", "Low-rank adapter (LoRA): the delta is up @ down, for linear and convolution layers.", _LORA),
@@ -78,58 +80,55 @@ _SPECS = (
     AlgoSpec(
         "dylora",
         "DyLoRA: a LoRA trained block by block, usable at every rank up to dim.",
-        (*_SIZE, "block_size", *_DROPOUT, *_TUCKER, "use_scalar", "bypass_mode", "rs_lora"),
+        (*_RANKED, "block_size", "use_scalar"),
     ),
-    AlgoSpec(
-        "glora",
-        "GLoRA: one low-rank map on the layer's input and one beside the layer.",
-        (*_SIZE, *_DROPOUT, *_TUCKER, "use_scalar", "bypass_mode", "rs_lora"),
-    ),
+    AlgoSpec("glora", "GLoRA: one low-rank map on the layer's input and one beside the layer.", _LORA),
     AlgoSpec(
         "full",
         "Full fine-tuning: the weight's and the bias's differences are the parameters.",
-        (*_SIZE, *_DROPOUT, "bypass_mode"),
+        (*_SIZE, *_COMMON),
         notes="As large as the layers it trains; dim and alpha are accepted and have no effect.",
     ),
     AlgoSpec(
         "diag-oft",
         "OFT on the output side: a block-diagonal rotation of each layer's output channels.",
-        _ROTATION,
+        ("dim", *_COMMON, *_CONSTRAINT, "rescaled"),
         notes="dim chooses the number of blocks; constraint bounds the rotation and takes the place of alpha in files.",
     ),
     AlgoSpec(
         "oft",
         "OFT on the input side: a block-diagonal rotation of each layer's input channels.",
-        _ROTATION,
-        notes="dim is the block size; the form PEFT and OneTrainer train.",
+        ("dim", *_COMMON, *_CONSTRAINT),
+        notes="dim is the block size and must divide the input channels; the form PEFT and OneTrainer train.",
     ),
     AlgoSpec(
         "boft",
         "BOFT: a butterfly of block rotations of each layer's output channels.",
-        _ROTATION,
+        ("dim", *_COMMON, *_CONSTRAINT, "rescaled"),
         notes="The number of blocks must be a power of two: a dimension without such a split is refused by name.",
     ),
     AlgoSpec(
         "ia3",
         "(IA)^3: one learned factor per output or input channel.",
-        ("train_on_input", "module_dropout", "bypass_mode"),
+        (*_COMMON, "train_on_input"),
         notes="Made for the preset 'ia3', which picks the layers and the side of each.",
     ),
     AlgoSpec(
         "tlora",
         "T-LoRA: a LoRA started from singular vectors, its rank masked by the diffusion timestep.",
-        (*_SIZE, *_DROPOUT, "bypass_mode", "rs_lora", "sig_type", "use_data_init", "mask_group_id"),
+        (*_RANKED, "sig_type", "use_data_init", "mask_group_id"),
         notes="sig_type is 'principal', 'last' or 'middle'; call set_timestep_mask() before each forward.",
     ),
 )
+_OTHER_NAMES = {"input-oft": "oft", "oft-in": "oft", "t-lora": "tlora"}
 
 ALGO_REGISTRY: dict[str, AlgoSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def _algo_key(name: object) -> str:
     """The registry's spelling of ``name``: any case, "_" or "-" as separator."""
-    folded = str(name).strip().lower()
-    return folded if folded in ALGO_REGISTRY else folded.replace("_", "-")
+    folded = str(name).strip().lower().replace("_", "-")
+    return _OTHER_NAMES.get(folded, folded)
 
 
 def describe_algo(name: str) -> AlgoSpec:

@@ -7,8 +7,10 @@ import inspect
 import pytest
 
 from deltafuse import config, config_sdk
+from deltafuse.algorithms.registry import algorithms, get_algorithm
 from deltafuse.config_sdk import AlgoOverride, PresetConfig, PresetValidationError, describe_algo, list_algorithms
 from deltafuse.core.errors import OptionError
+from deltafuse.layers.options import COMMON
 from deltafuse.utils.preset import read_preset
 
 peer_config = pytest.importorskip("lycoris.config")
@@ -42,6 +44,23 @@ def test_every_peer_option_is_listed(name):
 def test_algorithms_beyond_the_peers():
     ours = {spec.name for spec in list_algorithms()}
     assert ours - {spec.name for spec in peer_sdk.list_algorithms()} == {"oft"}
+
+
+ALIASES = {"use_cp", "use_conv_cp", "disable_conv_cp", "dora_wd", "wd_on_output", "constrain"}
+
+
+@pytest.mark.parametrize("name", sorted(config_sdk.ALGO_REGISTRY))
+def test_the_listed_options_are_those_the_modules_act_on(name):
+    module = get_algorithm(name).module_class
+    acted_on = module.options | COMMON
+    listed = set(describe_algo(name).supported_args) - ALIASES - {"dim", "alpha"}
+    assert listed == acted_on
+
+
+def test_every_registered_algorithm_is_described():
+    assert {get_algorithm(spec.name).name for spec in list_algorithms()} == set(algorithms())
+    for info in algorithms().values():
+        assert all(get_algorithm(describe_algo(alias).name) is info for alias in (info.name, *info.aliases))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.errors import ShapeError
+from ..core.factorize import factorization, power2factorization
 from ..core.geometry import LayerOp
 from ..core.precision import accumulate_dtype
 from ..deltas.base import Scalar
@@ -18,38 +18,6 @@ from ._run import kernels_for, promoted
 
 FUNC_LIST: list[Callable[..., Any] | None] = [None, None, F.linear, F.conv1d, F.conv2d, F.conv3d]
 """The operation of a layer, by the number of dimensions of its weight."""
-
-
-def factorization(dimension: int, factor: int = -1) -> tuple[int, int]:
-    """Split ``dimension`` into (m, n) with m * n = dimension and m <= n.
-
-    A positive ``factor`` that divides gives (factor, dimension / factor), the smaller first. Otherwise m is the largest
-    divisor that exceeds neither ``factor`` (if not negative) nor the square root: 128 -> (8, 16), 360 by 7 -> (6, 60).
-    """
-    if dimension < 1:
-        raise ShapeError(f"cannot factorize a dimension of {dimension}: it must be 1 or more")
-    if factor > 0 and dimension % factor == 0:
-        other = dimension // factor
-        return min(factor, other), max(factor, other)
-    limit = math.isqrt(dimension)
-    if factor >= 0:
-        limit = min(limit, factor)
-    m = next((m for m in range(limit, 1, -1) if dimension % m == 0), 1)
-    return m, dimension // m
-
-
-def power2factorization(dimension: int, factor: int = -1) -> tuple[int | None, int]:
-    """Split ``dimension`` into (block, count): an even block of at most ``factor`` (-1: any) and a power of two.
-
-    The largest such block is taken; (None, 0) where there is none.
-    """
-    limit = dimension if factor == -1 else factor
-    count = 1
-    while dimension >= 2 * count and dimension % (2 * count) == 0:
-        if dimension // count <= limit:
-            return dimension // count, count
-        count *= 2
-    return None, 0
 
 
 def rebuild_tucker(t: Tensor, wa: Tensor, wb: Tensor) -> Tensor:
