@@ -35,11 +35,16 @@ def _low_rank_cases() -> list[Case]:
     cases = []
     for algo in ("locon", "loha", "lokr"):
         cases += [_case(algo, layer) for layer in (*MAIN_LAYERS, "linear-odd")]
-        cases += [_case(algo, layer, **dora) for layer in ("linear", "conv2d", "conv1d") for dora in (DORA_OUT, DORA_IN)]
+        cases += [
+            _case(algo, layer, **dora) for layer in ("linear", "conv2d", "conv1d") for dora in (DORA_OUT, DORA_IN)
+        ]
         cases += [_case(algo, layer, use_scalar=True) for layer in ("linear", "conv2d")]
         cases += [_case(algo, layer, rs_lora=True) for layer in ("linear", "conv1d")]
         cases += [_case(algo, layer, use_tucker=True) for layer in CONVS]
-        cases += [_case(algo, "conv2d", use_tucker=True, use_scalar=True), _case(algo, "conv2d", use_tucker=True, **DORA_OUT)]
+        cases += [
+            _case(algo, "conv2d", use_tucker=True, use_scalar=True),
+            _case(algo, "conv2d", use_tucker=True, **DORA_OUT),
+        ]
         cases += [_case(algo, layer) for layer in ("conv2d-dilated", "conv2d-grouped")]
     return cases
 

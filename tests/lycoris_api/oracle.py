@@ -21,7 +21,9 @@ def merged_weight(algo: str, sd: Tensors, weight: torch.Tensor, strength: float,
         return _rotated(algo, sd, weight, strength)
     if algo == "ia3":
         return _scaled(sd, weight, strength)
-    delta = _delta(algo, sd, weight, start).reshape(weight.shape)
+    delta = _delta(algo, sd, weight, start)
+    assert delta.shape[0] == weight.shape[0], f"{delta.shape[0]} rows of a delta for {weight.shape[0]} outputs"
+    delta = delta.reshape(weight.shape)
     if "dora_scale" in sd:
         return weight + strength * (_decomposed(weight + delta, sd["dora_scale"]) - weight)
     return weight + strength * delta

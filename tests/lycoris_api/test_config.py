@@ -37,7 +37,9 @@ def test_top_level_name(name):
     assert hasattr(lycoris, name)
 
 
-@pytest.mark.parametrize("name", ["ButterflyOFTModule", "IA3Module", "LoConModule", "MODULE_LIST", "get_module", "make_module"])
+@pytest.mark.parametrize(
+    "name", ["ButterflyOFTModule", "IA3Module", "LoConModule", "MODULE_LIST", "get_module", "make_module"]
+)
 def test_modules_name(name):
     assert hasattr(lycoris.modules, name)
 

@@ -79,7 +79,9 @@ def test_merged_weight(case: Case):
     adapter = Adapter(case)
     for strength in adapter.strengths():
         agrees(
-            lambda: adapter.module.get_merged_weight(strength, adapter.base.shape, adapter.base.device)[0] - adapter.base,
+            lambda: (
+                adapter.module.get_merged_weight(strength, adapter.base.shape, adapter.base.device)[0] - adapter.base
+            ),
             adapter.weight_delta(strength),
             fault=peer_fault(case, "merged", strength),
         )

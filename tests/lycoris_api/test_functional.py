@@ -219,9 +219,7 @@ def check_output_rotation(module, weight, weights, constraint, expected) -> None
     org_out = op(x, weight, **extra)
     args = (org_out,) if module is boft else (x, org_out)
     agrees(
-        lambda: module.bypass_forward_diff(
-            *args, *weights, constraint=constraint, need_transpose=weight.dim() > 2
-        ),
+        lambda: module.bypass_forward_diff(*args, *weights, constraint=constraint, need_transpose=weight.dim() > 2),
         op(x.double(), expected, **extra),
     )
 
@@ -320,7 +318,9 @@ def test_power2factorization(dimension, factor, result):
     assert tuple(functional.power2factorization(dimension, factor)) == result
 
 
-@pytest.mark.parametrize(("dimension", "factor"), [(320, 4), (320, 8), (640, 8), (1280, 4), (11008, 8), (15, -1), (21, 6)])
+@pytest.mark.parametrize(
+    ("dimension", "factor"), [(320, 4), (320, 8), (640, 8), (1280, 4), (11008, 8), (15, -1), (21, 6)]
+)
 def test_power2factorization_without_a_solution(dimension, factor):
     assert tuple(functional.power2factorization(dimension, factor)) == (None, 0)
 

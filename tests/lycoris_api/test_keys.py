@@ -239,7 +239,9 @@ def test_module_list_order_is_the_detection_order():
     assert all(issubclass(kind, LycorisBaseModule) for kind in MODULE_LIST)
 
 
-@pytest.mark.parametrize("case", [Case(algo, "linear", {"lora_dim": 2, "alpha": 3.0}) for algo in ("locon", "loha", "lokr")])
+@pytest.mark.parametrize(
+    "case", [Case(algo, "linear", {"lora_dim": 2, "alpha": 3.0}) for algo in ("locon", "loha", "lokr")]
+)
 def test_algo_check_and_extract(case):
     module, _ = build(case)
     file = {f"a.{key}": value for key, value in saved(module).items()}

@@ -22,7 +22,15 @@ ORDERS = {
     + ["bypass_mode"],
     "DyLoraModule": [*HEAD, "use_tucker", "block_size", "use_scalar", "rank_dropout_scale", "weight_decompose"]
     + ["bypass_mode", "rs_lora", "train_on_input"],
-    "GLoRAModule": [*HEAD, "use_tucker", "use_scalar", "rank_dropout_scale", "weight_decompose", "bypass_mode", "rs_lora"],
+    "GLoRAModule": [
+        *HEAD,
+        "use_tucker",
+        "use_scalar",
+        "rank_dropout_scale",
+        "weight_decompose",
+        "bypass_mode",
+        "rs_lora",
+    ],
     "IA3Module": [*HEAD, "use_tucker", "use_scalar", "rank_dropout_scale", "weight_decompose", "bypass_mode", "rs_lora"]
     + ["train_on_input"],
     "FullModule": [*HEAD, "use_tucker", "use_scalar", "rank_dropout_scale", "bypass_mode"],
@@ -70,7 +78,9 @@ def test_lokr_by_place():
 
 
 def test_lokr_full_matrix_by_place():
-    module = modules.LokrModule("a", conv(), 1.0, 1, 2.0, 0.0, 0.0, 0.0, False, False, False, 2, False, False, True, True)
+    module = modules.LokrModule(
+        "a", conv(), 1.0, 1, 2.0, 0.0, 0.0, 0.0, False, False, False, 2, False, False, True, True
+    )
     assert module.lokr_w2.shape == (12, 5, 3, 3)
     assert module.full_matrix
 
@@ -94,7 +104,9 @@ def test_dylora_by_place():
 
 
 def test_glora_by_place():
-    module = modules.GLoRAModule("a", nn.Linear(15, 24), 0.5, 3, 2.0, 0.1, 0.2, 0.3, False, True, True, False, True, True)
+    module = modules.GLoRAModule(
+        "a", nn.Linear(15, 24), 0.5, 3, 2.0, 0.1, 0.2, 0.3, False, True, True, False, True, True
+    )
     assert module.bypass_mode
     assert float(module.scale) == pytest.approx(2.0 / 3**0.5)
     assert isinstance(module.scalar, nn.Parameter)
@@ -155,7 +167,9 @@ def test_base_attributes(kind):
     assert set(module.kw_dict) == (set() if kind == "linear" else {"stride", "padding", "dilation", "groups"})
 
 
-@pytest.mark.parametrize("name", ["LoConModule", "LohaModule", "LokrModule", "DiagOFTModule", "GLoRAModule", "IA3Module"])
+@pytest.mark.parametrize(
+    "name", ["LoConModule", "LohaModule", "LokrModule", "DiagOFTModule", "GLoRAModule", "IA3Module"]
+)
 def test_unsupported_layers_are_refused(name):
     with pytest.raises(Exception, match=r"(?i)layernorm|not supported"):
         getattr(modules, name)("a", nn.LayerNorm(12), 1.0, 3, 2.0)

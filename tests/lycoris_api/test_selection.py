@@ -59,7 +59,10 @@ def test_by_exact_name():
 
 
 def test_by_regex_from_the_start_of_the_name():
-    assert names(select({"target_module": [], "target_name": [r"blocks\.\d+\.to_q"]})) == {"blocks_0_to_q", "blocks_1_to_q"}
+    assert names(select({"target_module": [], "target_name": [r"blocks\.\d+\.to_q"]})) == {
+        "blocks_0_to_q",
+        "blocks_1_to_q",
+    }
     assert names(select({"target_module": [], "target_name": [r".*to_out$"]})) == {"blocks_0_to_out", "blocks_1_to_out"}
     refused(lambda: select({"target_module": [], "target_name": ["to_q"]}), rule=44)
 

@@ -129,7 +129,7 @@ def test_read_preset(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["enable_conv = [", "target_modul = []\n"])
+@pytest.mark.parametrize("text", ["enable_conv = = 1", "target_modul = []\n"])
 def test_bad_preset_file(text, tmp_path):
     path = tmp_path / "p.toml"
     path.write_text(text)

@@ -286,7 +286,10 @@ def test_create_from_a_state_dict():
 
 
 def test_file_of_another_model_is_refused(tmp_path):
-    tensors = {"lycoris_nowhere.lora_up.weight": torch.zeros(4, 2), "lycoris_nowhere.lora_down.weight": torch.zeros(2, 5)}
+    tensors = {
+        "lycoris_nowhere.lora_up.weight": torch.zeros(4, 2),
+        "lycoris_nowhere.lora_down.weight": torch.zeros(2, 5),
+    }
     refused(lambda: create_lycoris_from_weights(1.0, None, toy_model(), tensors), rule=39, match="nowhere")
 
 
