@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import random
+
 import pytest
 import torch
 
@@ -21,17 +24,20 @@ def _lycoris_is_the_target():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    """The layers here are tiny; a thread pool costs more than it brings."""
+def _light_process():
+    """The layers are tiny: a thread pool and collections over all imported code would cost more than the tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(20240607)
+    random.seed(7)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def _is_alias_finder(finder: object) -> bool:
 
 
 class NameSwitch:
-    """A meaning of the name ``lycoris`` that can be entered many times; inner entries of the same meaning do nothing."""
+    """A meaning of the name ``lycoris``, entered many times; an entry inside another of its own does nothing."""
 
     def __init__(self) -> None:
         self._active = False

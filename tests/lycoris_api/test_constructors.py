@@ -42,6 +42,9 @@ class Adapter:
     def output_delta(self, strength: float) -> torch.Tensor:
         return functional_op(self.layer, self.x.double(), self.weight_delta(strength), self.bias_delta(strength))
 
+    def merged(self, strength: float) -> torch.Tensor:
+        return self.module.get_merged_weight(strength, self.base.shape, self.base.device)[0]
+
     def strengths(self) -> tuple[float, ...]:
         return (1.0,) if self.case.options.get("rescaled") else STRENGTHS
 
@@ -79,9 +82,7 @@ def test_merged_weight(case: Case):
     adapter = Adapter(case)
     for strength in adapter.strengths():
         agrees(
-            lambda: (
-                adapter.module.get_merged_weight(strength, adapter.base.shape, adapter.base.device)[0] - adapter.base
-            ),
+            lambda m=strength: adapter.merged(m) - adapter.base,
             adapter.weight_delta(strength),
             fault=peer_fault(case, "merged", strength),
         )
@@ -92,7 +93,7 @@ def test_diff_weight(case: Case):
     adapter = Adapter(case)
     for strength in adapter.strengths():
         agrees(
-            lambda: adapter.module.get_diff_weight(strength, adapter.base.shape, adapter.base.device)[0],
+            lambda m=strength: adapter.module.get_diff_weight(m, adapter.base.shape, adapter.base.device)[0],
             adapter.weight_delta(strength),
             fault=peer_fault(case, "diff", strength),
         )
@@ -101,12 +102,14 @@ def test_diff_weight(case: Case):
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_merge_to(case: Case):
     for strength in Adapter(case).strengths():
-        adapter = Adapter(case)
-        base_output = adapter.layer(adapter.x)
-        adapter.module.merge_to(strength)
-        fault = peer_fault(case, "merge", strength)
-        agrees(lambda: adapter.layer.weight - adapter.base, adapter.weight_delta(strength), fault=fault)
-        agrees(lambda: adapter.layer(adapter.x) - base_output, adapter.output_delta(strength), fault=fault)
+        check_merge(Adapter(case), strength, peer_fault(case, "merge", strength))
+
+
+def check_merge(adapter: Adapter, strength: float, fault: int | None) -> None:
+    base_output = adapter.layer(adapter.x)
+    adapter.module.merge_to(strength)
+    agrees(lambda: adapter.layer.weight - adapter.base, adapter.weight_delta(strength), fault=fault)
+    agrees(lambda: adapter.layer(adapter.x) - base_output, adapter.output_delta(strength), fault=fault)
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -137,7 +140,7 @@ def test_every_parameter_learns(case: Case):
     adapter = Adapter(case)
     adapter.module.train()
     dead = []
-    for _ in range(8 if case.algo == "dylora" else 1):
+    for _ in range(24 if case.algo == "dylora" else 1):
         adapter.module(adapter.x).square().sum().backward()
     for name, parameter in adapter.module.named_parameters():
         if parameter.grad is None or not torch.isfinite(parameter.grad).all() or not parameter.grad.abs().sum() > 0:

@@ -1,4 +1,4 @@
-"""The sd-scripts entry points (``network_module = lycoris.kohya``) on toy models with the class names presets target."""
+"""The sd-scripts entry points (``network_module = lycoris.kohya``) on toy models with the class names of presets."""
 
 from __future__ import annotations
 

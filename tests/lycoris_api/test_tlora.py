@@ -94,7 +94,7 @@ def test_mask_acts_on_the_rank(bypass, ranks):
 
 
 def test_mask_of_another_group_is_ignored():
-    module, layer, start = build(group=1)
+    module, layer, _ = build(group=1)
     x = torch.randn(3, 4, 15)
     free = module(x)
     set_timestep_mask(torch.zeros(1, RANK), 0)
