@@ -108,8 +108,16 @@ class Delta(ABC):
 
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
         """W' x + b without a dense delta."""
-        base = call.base()
-        return call.with_bias(base + call.drop(self.masked_branch(call, strength, base)).to(base.dtype))
+        if self.multiplicative:
+            base = call.base()
+            return call.with_bias(base + self.contribution(call, strength, base).to(base.dtype))
+        assert call.weight is not None
+        y = call.op.apply(call.x, call.weight, call.bias)
+        return y + self.contribution(call, strength).to(y.dtype)
+
+    def contribution(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
+        """What is added to W x: the branch with its row mask and dropout."""
+        return call.drop(self.masked_branch(call, strength, base))
 
     def masked_branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
         """:meth:`branch` with the row mask applied to the output channels."""
@@ -134,7 +142,11 @@ class Delta(ABC):
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
         """Names of the primitives the bypass form runs."""
-        return ("gemm_epilogue",)
+        return ()
+
+    def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
+        """Names of the primitives the merged form runs."""
+        return ()
 
 
 def product_cost(rows: int, inner: int, cols: int, size: int) -> Cost:

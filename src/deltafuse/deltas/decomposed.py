@@ -85,7 +85,10 @@ class Decomposed(Delta):
     def dense_cost(self, op: LayerOp) -> Cost:
         return self.inner.dense_cost(op) + Cost(4.0 * op.out * op.fan_in, 16.0 * op.out * op.fan_in, 6)
 
-    # bypass
+    # bypass: dropout acts inside the gain, on the inner delta's output, as it does in the plain adapter
+
+    def contribution(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
+        return self.branch(call, strength, base)
 
     def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
         assert call.weight is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from ..core.cost import Cost
 from ..core.geometry import LayerOp
 from ..core.precision import branch_dtype, compute_dtype
 from ..core.verdict import Verdict
-from ..primitives import kron, lowrank
+from ..primitives import Kernels, kron, lowrank
 from ..primitives.gemm import plain_math
 from .base import YES, Call, Delta, Scalar, acc, times
 
@@ -86,10 +87,20 @@ class Kron(Delta):
         return total if self.gain is None else self.gain * total
 
     def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
+        return self._product(kron.kron_merge, op, strength)
+
+    def _product(self, merge: Callable[..., Tensor], op: LayerOp, strength: Scalar) -> Tensor:
         work = acc(*self.w1.tensors(), *self.w2.tensors())
         left = times(self.w1.build().to(work), self.scalar(strength))
-        dense = kron.kron_merge(left, self.w2.build(op.kernel))
+        dense = merge(left, self.w2.build(op.kernel))
         return self.mask_rows(dense.reshape(op.weight_shape))
+
+    def merged(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar) -> Tensor:
+        dense = self._product(kernels.kron_merge, op, strength)
+        return weight.to(dense.dtype) + dense
+
+    def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
+        return ("kron_merge",)
 
     def dense_cost(self, op: LayerOp) -> Cost:
         return Cost(2.0 * op.out * op.fan_in, 4.0 * op.out * op.fan_in, 2)

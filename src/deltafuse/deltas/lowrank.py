@@ -76,6 +76,9 @@ class LowRank(Delta):
     def dense_cost(self, op: LayerOp) -> Cost:
         return product_cost(op.out, self.rank, op.fan_in, 4)
 
+    def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
+        return () if self.mid is not None or self.row_mask is not None else ("lowrank_merge",)
+
     # bypass
 
     def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
@@ -179,6 +182,9 @@ class Hadamard(Delta):
     def dense_cost(self, op: LayerOp) -> Cost:
         each = product_cost(op.out, self.up1.shape[1], op.fan_in, 4)
         return each + each + Cost(bytes=12.0 * op.out * op.fan_in, launches=1)
+
+    def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
+        return () if self.mid1 is not None or self.row_mask is not None else ("lowrank_merge",)
 
     def khatri_rao(self) -> LowRank:
         """The same delta as a LowRank of rank r^2."""

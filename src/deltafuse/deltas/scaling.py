@@ -89,9 +89,7 @@ class Dense(Delta):
         return product_cost(rows, op.fan_in * op.groups, op.out, size)
 
     def dense_cost(self, op: LayerOp) -> Cost:
-        return scaling_cost(op)
+        return Cost(2.0 * op.out * op.fan_in, 12.0 * op.out * op.fan_in, 1)
 
-
-def scaling_cost(op: LayerOp) -> Cost:
-    """One pass that reads two weights and writes one."""
-    return Cost(2.0 * op.out * op.fan_in, 12.0 * op.out * op.fan_in, 1)
+    def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
+        return () if self.row_mask is not None else ("scaled_add",)

@@ -101,7 +101,8 @@ def _seconds(delta: Delta, problem: Problem, form: str) -> float:
 
 
 def _backend(delta: Delta, problem: Problem, form: str, requested: str) -> Selection:
-    names = delta.uses(problem.op) if form == "bypass" else ()
+    uses = {"bypass": delta.uses, "merged": delta.merge_uses}
+    names = uses[form](problem.op) if form in uses else ()
     return select(names, problem, requested)
 
 

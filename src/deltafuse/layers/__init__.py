@@ -1,0 +1,1 @@
+"""Adapted layers: a delta on a base, planned per call."""

@@ -1,0 +1,22 @@
+"""Random masks, drawn on the data's device from PyTorch's generator, so that a checkpoint's recompute draws the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def keep_mask(count: int, drop: float, rescale: bool, like: Tensor) -> Tensor:
+    """(count,) of zeros and ones with P(0) = ``drop``; ``rescale`` divides by the mask's mean so the sum is kept.
+
+    The mean is floored at one entry, so that an all-zero draw stays zero.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    mask = (torch.rand(count, device=like.device, dtype=dtype) >= drop).to(dtype)
+    return mask / mask.mean().clamp(min=1.0 / count) if rescale else mask
+
+
+def keep_scalar(drop: float, like: Tensor) -> Tensor:
+    """0-d zero or one with P(0) = ``drop``: decides a whole layer without a host round trip or a graph break."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return (torch.rand((), device=like.device, dtype=dtype) >= drop).to(dtype)

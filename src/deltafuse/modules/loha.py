@@ -1,0 +1,5 @@
+"""The LyCORIS name of :mod:`deltafuse.algorithms.loha`."""
+
+from ..algorithms.loha import LohaModule
+
+__all__ = ["LohaModule"]
