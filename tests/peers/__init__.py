@@ -1,0 +1,1 @@
+"""deltafuse beside the published packages it speaks the same files and numbers with."""
