@@ -49,7 +49,7 @@ def _field_option(item: Field[Any], panel: str) -> inspect.Parameter:
     kind = str(item.type).partition(" ")[0]
     text = item.metadata["help"] + _default_note(item.default)
     if kind == "bool":
-        option = typer.Option(f"{flag}/--no-{flag[2:]}", help=text, rich_help_panel=panel, show_default=False)
+        option = typer.Option(f"{flag}/--no-{flag[2:]}", help=text, rich_help_panel="Switches", show_default=False)
         return _parameter(item.name, Annotated[bool | None, option])
     option = typer.Option(flag, help=text, rich_help_panel=panel, show_default=False)
     wanted = list[str] if kind.startswith("tuple") else _TYPES[kind]
@@ -86,7 +86,7 @@ def _more_data() -> Any:
 
 def run_command(values: dict[str, Any]) -> None:
     """Check, report, train and say where things are; exit code 130 after an interruption."""
-    from ..training.job import execute, load_job, prepare
+    from ..training.job import execute, first_process, load_job, prepare
     from ..training.progress import make_progress
     from ..training.report import describe
 
@@ -98,12 +98,14 @@ def run_command(values: dict[str, Any]) -> None:
     resume = bool(own["resume"])
     job = load_job(given, own["config"], resume)
     ready = prepare(job, resume=resume, overwrite=bool(own["overwrite"]), write=not own["dry_run"])
-    typer.echo(describe(ready.model, ready.network, job.train.save_dtype))
+    if first_process():
+        typer.echo(describe(ready.model, ready.network, job.train.save_dtype))
     if own["dry_run"]:
         typer.echo("dry run: everything is in order; nothing was trained or written.")
         return
     result = execute(ready, make_progress())
-    _conclude(job, result)
+    if first_process():
+        _conclude(job, result)
 
 
 def _conclude(job: JobConfig, result: Any) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -26,6 +30,13 @@ def load_pretrained(source: str, dtype: torch.dtype, shown: str = "", **where: A
     """``from_pretrained`` for model and tokenizer, its failures told as one CheckpointError."""
     transformers = require("transformers", extra="train", purpose="--task text")
     name = shown or source
+    with bars_on_terminals_only():
+        return _load_both(transformers, source, dtype, name, where)
+
+
+def _load_both(
+    transformers: Any, source: str, dtype: torch.dtype, name: str, where: dict[str, Any]
+) -> tuple[nn.Module, Any]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **where)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -36,6 +47,32 @@ def load_pretrained(source: str, dtype: torch.dtype, shown: str = "", **where: A
         raise CheckpointError(f"no causal language model can be read from '{name}': {_first_line(error)}") from error
     model.config.use_cache = False
     return model, tokenizer
+
+
+class _WithoutBars(io.TextIOBase):
+    """A stream that passes everything on but lines rewritten in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.in_bar = False
+
+    def write(self, text: str) -> int:
+        if text.startswith("\r"):
+            self.in_bar = True
+        elif not (self.in_bar and text == "\n"):
+            self.in_bar = False
+            self.stream.write(text)
+        return len(text)
+
+
+@contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    """Progress bars of loading are for people: in a file or a pipe they are left out, everything else stays."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with redirect_stderr(_WithoutBars(sys.stderr)):
+        yield
 
 
 def max_length(model: nn.Module) -> int | None:

@@ -44,6 +44,15 @@ def build_network(model: nn.Module, config: AdapterConfig, kinds: tuple[type[nn.
     )
 
 
+def check_texts(config: AdapterConfig) -> None:
+    """OptionError for what is wrong in any model: a broken option or override, an unknown preset."""
+    parse_options(config.option)
+    for text in config.override:
+        parse_override(text)
+    if config.preset is not None:
+        _named_preset(config.preset)
+
+
 def layer_preset(
     model: nn.Module, config: AdapterConfig, kinds: tuple[type[nn.Module], ...], norms: bool
 ) -> dict[str, Any]:

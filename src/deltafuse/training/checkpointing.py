@@ -20,20 +20,26 @@ def enable(model: nn.Module, network: Any, kind: str) -> None:
     """
     if kind == "none":
         return
+    check(model, kind)
     reentrant = kind == "reentrant"
     if callable(getattr(model, "gradient_checkpointing_enable", None)):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
-    elif callable(getattr(model, "enable_gradient_checkpointing", None)):
+    else:
         how = (functools.partial(checkpoint, use_reentrant=True),) if reentrant else ()
         model.enable_gradient_checkpointing(*how)  # type: ignore[operator]
-    else:
-        raise OptionError(
-            f"option 'gradient_checkpointing' is '{kind}', but {type(model).__name__} offers neither "
-            "'gradient_checkpointing_enable' nor 'enable_gradient_checkpointing'. Legal here: none."
-        )
     network.enable_gradient_checkpointing()
     if reentrant:
         _mark_inputs(model)
+
+
+def check(model: nn.Module, kind: str) -> None:
+    """OptionError where ``model`` cannot do ``kind``."""
+    offers = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
+    if kind != "none" and not any(callable(getattr(model, name, None)) for name in offers):
+        raise OptionError(
+            f"option 'gradient_checkpointing' is '{kind}', but {type(model).__name__} offers neither "
+            f"'{offers[0]}' nor '{offers[1]}'. Legal here: none."
+        )
 
 
 def _mark_inputs(model: nn.Module) -> None:

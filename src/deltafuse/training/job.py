@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from torch import nn
 
 from ..core.errors import DataError, OptionError
 from ..core.optional import require
-from .adapter import build_network
+from . import checkpointing
+from .adapter import build_network, check_texts
 from .config import JobConfig, job_from_flat, job_to_flat
 from .files import read_config, to_toml
 from .loop import DTYPES, TrainResult, check_device, run
-from .optimizers import optimizer_class
+from .optimizers import make_optimizer
 from .progress import Progress
 from .state import ADAPTER_FILE, CONFIG_FILE, METRICS_FILE, PLOT_FILE, STATE_FILE, read_step, write_atomically
 from .targets import LINEAR, LINEAR_AND_CONV
@@ -59,15 +61,17 @@ def prepare(job: JobConfig, *, resume: bool = False, overwrite: bool = False, wr
     """
     _check_packages(job)
     check_device(job.train)
-    optimizer_class(job.train.optimizer)
+    make_optimizer(job.train.optimizer, [torch.zeros(1)], job.train.lr, job.train.weight_decay)
     if not job.model:
         raise OptionError("option 'model' is missing: --model says what to train on.")
     if not job.data:
         raise DataError("no data given: --data takes files, directories or globs.")
-    if write:
+    if write and first_process():
         check_out(job, resume, overwrite)
+    check_texts(job.adapter)
     torch.manual_seed(job.train.seed)
     task, model = _LOADERS[job.task](job)
+    checkpointing.check(model, job.train.gradient_checkpointing)
     torch.manual_seed(job.train.seed)
     network = build_network(model, job.adapter, LINEAR if job.task == "text" else LINEAR_AND_CONV)
     return Prepared(job, task, model, network, resume)
@@ -77,12 +81,8 @@ def execute(prepared: Prepared, ui: Progress) -> TrainResult:
     """Train. Files of an earlier run in the same directory are removed first, unless this run continues it."""
     job = prepared.job
     out = Path(job.out).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
-    if not prepared.resume:
-        for name in OUT_FILES:
-            (out / name).unlink(missing_ok=True)
-    text = to_toml(job_to_flat(job))
-    write_atomically(out / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
+    if first_process():
+        _begin_out(job, out, prepared.resume)
     return run(
         prepared.task,
         prepared.model,
@@ -93,6 +93,21 @@ def execute(prepared: Prepared, ui: Progress) -> TrainResult:
         resume=prepared.resume,
         metadata={"ss_base_model": Path(job.model).name, "ss_task": job.task},
     )
+
+
+def first_process() -> bool:
+    """Whether this process writes: the only one, or the first of a launched group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _begin_out(job: JobConfig, out: Path, resume: bool) -> None:
+    """Make the directory, clear an earlier run's files, leave the options there."""
+    out.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        for name in OUT_FILES:
+            (out / name).unlink(missing_ok=True)
+    text = to_toml(job_to_flat(job))
+    write_atomically(out / CONFIG_FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def check_out(job: JobConfig, resume: bool, overwrite: bool) -> None:
@@ -147,11 +162,11 @@ def _base_dtype(job: JobConfig) -> torch.dtype:
 
 def _load_text(job: JobConfig) -> tuple[Task, nn.Module]:
     from ..integrations.transformers import load_causal_lm, max_length
-    from .text import find_files, make_text_task
+    from .text import find_files, make_text_task, read_documents
 
-    for place in (job.data, job.held_out_data):
-        if place:
-            find_files(place)  # before the model, which takes longer
+    for places in filter(None, (job.data, job.held_out_data)):
+        for path in find_files(places):  # before the model, which takes longer
+            read_documents(path)
     model, tokenizer = load_causal_lm(job.model, _base_dtype(job))
     task = make_text_task(
         tokenizer,

@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..core.optional import require
 
 
 class Metrics:
-    """Appends records to ``metrics.jsonl``; a resumed run drops what came after the step it starts from."""
+    """Appends records to ``metrics.jsonl``; a resumed run drops what came after the step it starts from.
 
-    def __init__(self, path: Path, *, resume_step: int | None = None, tensorboard: bool = False) -> None:
-        kept = [] if resume_step is None else [r for r in read_metrics(path) if r["step"] <= resume_step]
-        self.records: list[dict[str, Any]] = kept
-        path.write_text("".join(_line(record) for record in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+    Without a path (processes other than the first) the records are kept in memory only.
+    """
+
+    def __init__(self, path: Path | None, *, resume_step: int | None = None, tensorboard: bool = False) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._file: TextIO | None = None
         self._board: Any = None
+        if path is None:
+            return
+        if resume_step is not None:
+            self.records = [record for record in read_metrics(path) if record["step"] <= resume_step]
+        path.write_text("".join(_line(record) for record in self.records), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
         if tensorboard:
             require("tensorboard", extra="tensorboard", purpose="--tensorboard")
             self._board = require("torch.utils.tensorboard", extra="tensorboard").SummaryWriter(path.parent)
@@ -27,15 +34,17 @@ class Metrics:
         """One line ``{"step": step, **values}``; None values are left out."""
         record = {"step": step, **{k: v for k, v in values.items() if v is not None}}
         self.records.append(record)
-        self._file.write(_line(record))
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(_line(record))
+            self._file.flush()
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,7 @@ def run(
     out = Path(out_dir)
     started = read_step(out / STATE_FILE) if resume else 0
     out.mkdir(parents=True, exist_ok=True)
-    loop = _Loop(task, model, network, config, out, ui or Silent(), metadata or {})
-    try:
-        return loop.run(started, resume)
-    finally:
-        loop.ui.close()
+    return _Loop(task, model, network, config, out, ui or Silent(), metadata or {}).run(started, resume)
 
 
 def check_device(config: TrainConfig) -> str:
@@ -123,7 +120,7 @@ class _Loop:
         ui: Progress,
         metadata: dict[str, str],
     ) -> None:
-        self.task, self.network, self.config, self.out, self.ui = task, network, config, out, ui
+        self.task, self.network, self.config, self.out = task, network, config, out
         self.metadata = metadata
         seed_everything(config.seed)
         network.apply_to()
@@ -131,6 +128,8 @@ class _Loop:
             freeze(model, network)
         checkpointing.enable(model, network, config.gradient_checkpointing)
         self.accelerator = make_accelerator(config)
+        self.main = bool(self.accelerator.is_main_process)
+        self.ui: Progress = ui if self.main else Silent()
         self.objective = Objective(task, model, network)
         self.objective.to(self.accelerator.device)
         self.groups = adapter_groups(network, config.lr)
@@ -144,11 +143,13 @@ class _Loop:
         self._prepare(started)
         if resume:
             self.parts.load(self.out / STATE_FILE)
+        if self.accelerator.process_index:  # every process its own noise, also after a resume
+            seed_everything(config_seed(self.config.seed, self.accelerator.process_index, started))
         self.ui.start(self.config.steps, started)
         self.metrics = Metrics(
-            self.out / METRICS_FILE,
+            self.out / METRICS_FILE if self.main else None,
             resume_step=started if resume else None,
-            tensorboard=self.config.tensorboard and self.accelerator.is_main_process,
+            tensorboard=self.config.tensorboard,
         )
         try:
             if started == 0:
@@ -158,6 +159,7 @@ class _Loop:
             return self._result(step, interrupted, time.perf_counter() - begun)
         finally:
             self.metrics.close()
+            self.ui.close()
 
     def _prepare(self, started: int) -> None:
         """Optimizer, scheduler, loaders and their wrapping."""
@@ -170,8 +172,7 @@ class _Loop:
         taken = started * config.grad_accum * config.batch_size * self.accelerator.num_processes
         loader.sampler.begin(config.seed, taken)
         self.wrapped, self.optimizer, self.loader = self.accelerator.prepare(self.objective, optimizer, loader)
-        held_out = self.task.batches("held_out", config.batch_size)
-        self.held_out: DataLoader[Any] | None = None if held_out is None else self.accelerator.prepare(held_out)
+        self.held_out: DataLoader[Any] | None = self.task.batches("held_out", config.batch_size)
         self.parts = Resumable(self.network, optimizer, self.scheduler, self.accelerator.scaler)
 
     def _train(self, started: int) -> tuple[int, bool]:
@@ -184,9 +185,8 @@ class _Loop:
             while step < config.steps and not stop:
                 values = self._step(batches, step + 1)
                 step += 1
-                if self.accelerator.is_main_process:
-                    self.metrics.write(step, **values)
-                    self.ui.step(step, values["loss"], values["lr"])
+                self.metrics.write(step, **values)
+                self.ui.step(step, values["loss"], values["lr"])
                 self._between(step)
         if step < config.steps or not config.save_every or step % config.save_every:
             self._save(step)
@@ -251,19 +251,20 @@ class _Loop:
         return {"norms_scaled": float(count), "norm_mean": float(mean), "norm_max": float(largest)}
 
     def _evaluate(self, step: int) -> None:
-        if self.held_out is None or not self.accelerator.is_main_process:
+        if self.held_out is None or not self.main:
             return
         self.ui.state("evaluating")
+        place = require("accelerate.utils", extra="train").send_to_device
         limit = self.config.eval_batches or len(self.held_out)
         with guarded(self.config.seed), evaluating(self.objective), self.accelerator.autocast():
-            batches = (batch for batch, _ in zip(self.held_out, range(limit), strict=False))
+            batches = (place(batch, self.accelerator.device) for batch in islice(self.held_out, limit))
             values = self.task.evaluate(self.objective.model, batches)
         self.evals[step] = values
         self.metrics.write(step, **{f"eval_{name}": value for name, value in values.items()})
         self.ui.message(f"step {step}: held out " + ", ".join(f"{k} {v:.4f}" for k, v in values.items()))
 
     def _sample(self, step: int) -> None:
-        if not callable(getattr(self.task, "samples", None)) or not self.accelerator.is_main_process:
+        if not callable(getattr(self.task, "samples", None)) or not self.main:
             return
         self.ui.state("sampling")
         with guarded(self.config.seed), evaluating(self.objective), self.accelerator.autocast():
@@ -272,7 +273,7 @@ class _Loop:
             self.samples[step] = path
 
     def _save(self, step: int) -> None:
-        if not self.accelerator.is_main_process:
+        if not self.main:
             return
         self.ui.state("saving")
         facts = {"ss_steps": str(step), "ss_learning_rate": str(self.config.lr), "ss_seed": str(self.config.seed)}
@@ -288,6 +289,11 @@ class _Loop:
             step, interrupted, losses, self.evals, seconds, out / ADAPTER_FILE, out / METRICS_FILE, out / PLOT_FILE,
             self.samples,
         )  # fmt: skip
+
+
+def config_seed(seed: int, process: int, step: int) -> int:
+    """A seed of its own for each process and starting step."""
+    return (seed + 7919 * process + 104_729 * step) % 2**32
 
 
 class _Stop:

@@ -98,7 +98,7 @@ class Plain:
         if now - self.last < self.every and step not in (1, self.speed.total):
             return
         self.last = now
-        rate = f"{self.speed.rate:.2f} it/s"
+        rate = f"{self.speed.rate:.3g} it/s"
         self.message(f"step {step}/{self.speed.total}  loss {loss:.4f}  lr {lr:.2e}  {rate}  eta {self.speed.eta}")
 
     def message(self, text: str) -> None:
@@ -136,7 +136,7 @@ class Rich:
 
     def step(self, step: int, loss: float, lr: float) -> None:
         self.speed.tick(step)
-        self.bar.update(self.row, completed=step, loss=f"{loss:.4f}", rate=f"{self.speed.rate:.2f}", eta=self.speed.eta)
+        self.bar.update(self.row, completed=step, loss=f"{loss:.4f}", rate=f"{self.speed.rate:.3g}", eta=self.speed.eta)
 
     def message(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

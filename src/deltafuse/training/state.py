@@ -27,9 +27,17 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
     try:
         write(temporary)
+        temporary.chmod(0o666 & ~_umask())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The process's file mode mask; some writers make files only their owner can read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def save_adapter(network: Any, path: Path, dtype: torch.dtype, metadata: dict[str, str]) -> None:
@@ -53,7 +61,7 @@ class Resumable:
             "step": step,
             "parameters": {name: p.detach().cpu() for name, p in self._tensors().items()},
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+            "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "random": random_state(),
         }
