@@ -52,9 +52,7 @@ class NormBase(Base):
 
 def norm_kind(module: nn.Module) -> NormKind | None:
     """How ``module`` normalizes, or None where it is no norm layer with an affine part that can be trained."""
-    if not isinstance(getattr(module, "weight", None), Tensor) and not isinstance(
-        getattr(module, "bias", None), Tensor
-    ):
+    if not any(isinstance(getattr(module, name, None), Tensor) for name in ("weight", "bias")):
         return None
     if isinstance(module, nn.LayerNorm):
         shape, eps = module.normalized_shape, module.eps

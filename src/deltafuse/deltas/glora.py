@@ -16,7 +16,7 @@ from .lowrank import LowRank
 
 @dataclass
 class Generalized(Delta):
-    """prologue: LowRank over one group's input channels, up (in, r) and down (r, in); epilogue: LowRank of the layer."""
+    """prologue: LowRank over one group's input channels, up (in, r), down (r, in); epilogue: LowRank of the layer."""
 
     prologue: LowRank
     epilogue: LowRank

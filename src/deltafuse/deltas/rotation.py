@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..core.cost import Cost
 from ..core.geometry import LayerOp
+from ..core.verdict import Verdict
 from ..primitives import rotation
-from .base import Call, Delta, Scalar, acc, times
+from .base import YES, Call, Delta, Scalar, acc, times
 
 Turn = Callable[..., Tensor]
 
@@ -36,6 +37,15 @@ class _OutputSide(Delta):
     @abstractmethod
     def parameters(self) -> tuple[Tensor, ...]:
         """Tensors that decide the working precision."""
+
+    def can_bypass(self, op: LayerOp) -> Verdict:
+        if (op.out // op.groups) % self.reach():
+            return Verdict(False, "grouped convolution: a rotation mixes outputs of several groups")
+        return YES
+
+    @abstractmethod
+    def reach(self) -> int:
+        """Size of the aligned runs of channels that are mixed among themselves."""
 
     def _change(self, y: Tensor, turned: Tensor, scale: Tensor | None, strength: Scalar) -> Tensor:
         """turned + m (v - 1)(y + turned): the change of y by rotation and rescale."""
@@ -69,6 +79,9 @@ class Rotation(_OutputSide):
     def parameters(self) -> tuple[Tensor, ...]:
         return (self.blocks,)
 
+    def reach(self) -> int:
+        return self.blocks.shape[-1]
+
     def turn(self, rotate: Turn, fly: Turn, y: Tensor, dim: int, strength: Scalar) -> Tensor:
         delta = rotation.cayley_delta(self.blocks, self.bound)
         return rotate(y, times(delta, strength), dim, True)
@@ -95,6 +108,9 @@ class Butterfly(_OutputSide):
 
     def parameters(self) -> tuple[Tensor, ...]:
         return (self.blocks,)
+
+    def reach(self) -> int:
+        return self.blocks.shape[-1] << (self.blocks.shape[0] - 1)
 
     def turn(self, rotate: Turn, fly: Turn, y: Tensor, dim: int, strength: Scalar) -> Tensor:
         return fly(y, rotation.cayley_delta(self.blocks, self.bound), strength, dim)

@@ -1,4 +1,4 @@
-"""Random masks, drawn on the data's device from PyTorch's generator, so that a checkpoint's recompute draws the same."""
+"""Random masks, drawn on the data's device from PyTorch's generator: a checkpoint's recompute draws the same."""
 
 from __future__ import annotations
 
