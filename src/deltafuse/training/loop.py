@@ -182,7 +182,7 @@ class _Loop:
         self.ui.state("warming up")
         batches = iter(self.loader)
         with _stop_requests() as stop:
-            while step < config.steps and not stop:
+            while step < config.steps and not self._agreed(stop):
                 values = self._step(batches, step + 1)
                 step += 1
                 self.metrics.write(step, **values)
@@ -190,7 +190,15 @@ class _Loop:
                 self._between(step)
         if step < config.steps or not config.save_every or step % config.save_every:
             self._save(step)
-        return step, bool(stop) and step < config.steps
+        self.accelerator.wait_for_everyone()
+        return step, step < config.steps
+
+    def _agreed(self, stop: _Stop) -> bool:
+        """Whether any process was asked to stop, so that all end after the same step."""
+        if self.accelerator.num_processes == 1:
+            return bool(stop)
+        asked = torch.tensor(float(bool(stop)), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, reduction="sum") > 0)
 
     def _between(self, step: int) -> None:
         """Evaluation and saving after a step, and the state shown for the next one."""
