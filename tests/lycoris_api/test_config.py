@@ -18,6 +18,8 @@ from lycoris import (
     list_builtin_presets,
 )
 
+from .target import refused
+
 BUILTIN = {
     "full", "full-lin", "attn-mlp", "attn-only", "unet-only", "unet-transformer-only", "unet-convblock-only", "ia3",
 }  # fmt: skip
@@ -124,7 +126,12 @@ def test_override_round_trip():
     assert override.to_dict() == {"algo": "lokr", "factor": 4, "dim": 8}
     override.validate()
     assert AlgoOverride(options={"dim": 4}).to_dict() == {"dim": 4}
-    AlgoOverride(options={"anything": 1}).validate()
+    AlgoOverride(options={"dim": 1}).validate()
+
+
+def test_override_without_an_algorithm_knows_its_options():
+    """An option that no algorithm has is a mistake wherever it stands (rule 44)."""
+    refused(lambda: AlgoOverride(options={"anything": 1}).validate(), rule=44, match="anything")
 
 
 @pytest.mark.parametrize("mapping", [{"algo": "lokrr"}, {"algo": "lokr", "sig_type": "last"}])

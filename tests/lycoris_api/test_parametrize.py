@@ -71,6 +71,13 @@ def test_parametrized_layer_forward():
     assert relative_error(layer(x) - base, x.double() @ delta.T) < 2e-5
 
 
-def test_full_cannot_be_a_parametrization():
-    with pytest.raises(Exception, match=r"(?i)full"):
-        modules.FullModule.parametrize(nn.Linear(15, 24), "weight")
+def test_full_as_a_parametrization():
+    """lycoris-lora refuses it; here the parameter is the sum of both."""
+    layer = nn.Linear(15, 24)
+    base = layer.weight.detach().clone()
+    if ON_PEER:
+        with pytest.raises(RuntimeError, match=r"(?i)full"):
+            modules.FullModule.parametrize(layer, "weight")
+        return
+    module = randomise(modules.FullModule.parametrize(layer, "weight", 0.3))
+    assert relative_error(layer.weight - base, 0.3 * saved(module)["diff"]) < 2e-5

@@ -177,7 +177,6 @@ def test_unsupported_layers_are_refused(name):
 
 def test_class_facts():
     assert modules.LoConModule.name == "locon"
-    assert modules.LokrModule.name == "kron"
     assert modules.DiagOFTModule.name == "diag-oft"
     assert modules.NormModule.support_module == {"layernorm", "groupnorm"} or {"layernorm", "groupnorm"} <= set(
         modules.NormModule.support_module
