@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from deltafuse import utils
-from deltafuse.core.errors import OptionError, ShapeError
+from deltafuse.core.errors import CheckpointError, MergeError, OptionError, ShapeError
 from deltafuse.logging import error_once, info_once, logger, warning_once
 
 peer = pytest.importorskip("lycoris.utils")
@@ -210,6 +212,81 @@ def test_extract_diff_full_and_odd_pairs():
         utils.extract_diff([], [], base, target)
 
 
+def lora_file(names, rank=2, alpha=1.0):
+    tensors = {}
+    for name, (out, inp) in names.items():
+        tensors[f"{name}.lora_up.weight"] = torch.randn(out, rank)
+        tensors[f"{name}.lora_down.weight"] = torch.randn(rank, inp)
+        tensors[f"{name}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+def delta_of(tensors, name, rank=2, alpha=1.0):
+    return tensors[f"{name}.lora_up.weight"] @ tensors[f"{name}.lora_down.weight"] * (alpha / rank)
+
+
+@pytest.mark.parametrize("encoders", [1, 2])
+def test_merge(encoders):
+    unet, tes = Toy(), [Toy() for _ in range(encoders)]
+    prefixes = ["lora_unet", *(["lora_te"] if encoders == 1 else ["lora_te1", "lora_te2"])]
+    models = [unet, *tes]
+    tensors = lora_file({f"{prefix}_fc": (40, 12) for prefix in prefixes} | {"lora_unet_absent": (3, 3)})
+    kept = dict(tensors)
+    before = [model.fc.weight.detach().clone() for model in models]
+    report = utils.merge(tes, unet, tensors, 0.7)
+    assert report == {"merged": 1 + encoders, "unused": ["lora_unet_absent"]}
+    for prefix, model, weight in zip(prefixes, models, before, strict=True):
+        expected = weight + 0.7 * delta_of(kept, f"{prefix}_fc")
+        torch.testing.assert_close(model.fc.weight, expected, rtol=1e-6, atol=1e-6)
+    assert tensors.keys() == kept.keys()
+    assert all(tensors[key] is kept[key] for key in kept)
+
+
+class Original(nn.Module):
+    """Two layers under the names the original checkpoints use."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.ModuleList([nn.Identity(), nn.Identity(), nn.Conv2d(4, 6, 3)])
+        self.time_embed = nn.ModuleList([nn.Linear(5, 8)])
+
+
+def test_merge_reads_diffusers_names_onto_the_original_layout():
+    model = Original()
+    before = model.time_embed[0].weight.detach().clone()
+    tensors = lora_file({"lora_unet_time_embedding_linear_1": (8, 5)})
+    assert utils.merge([], model, tensors)["merged"] == 1
+    expected = before + delta_of(tensors, "lora_unet_time_embedding_linear_1")
+    torch.testing.assert_close(model.time_embed[0].weight, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_merge_refuses_before_it_writes():
+    unet = Toy()
+    before = {key: value.clone() for key, value in unet.state_dict().items()}
+    good = lora_file({"lora_unet_fc": (40, 12)})
+    bad = good | {"lora_unet_same.lora_up.weight": torch.tensor([[float("nan")]])}
+    with pytest.raises(MergeError, match=r"lora_unet_same\.lora_up"):
+        utils.merge([], unet, bad)
+    with pytest.raises(CheckpointError, match="lora_unet_other"):
+        utils.merge([], unet, lora_file({"lora_unet_other": (40, 12)}))
+    with pytest.raises(CheckpointError, match="no known algorithm"):
+        utils.merge([], unet, good | {"lora_unet_same.mystery": torch.ones(2)})
+    assert all(torch.equal(value, before[key]) for key, value in unet.state_dict().items())
+
+
+def test_extracted_layers_merge_back():
+    torch.manual_seed(0)
+    base = Toy()
+    target = tuned(base)
+    for mode in ("fixed", "full"):
+        model = Toy()
+        model.load_state_dict(base.state_dict())
+        utils.merge([], model, utils.extract_diff([], [], base, target, mode, 3, 3))
+        for name in ("fc", "conv") if mode == "fixed" else ("fc", "conv", "norm"):
+            got, wanted = getattr(model, name).weight, getattr(target, name).weight
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=5e-2)
+
+
 def test_logging_says_once(caplog):
     with caplog.at_level(logging.INFO, logger="deltafuse"):
         for _ in range(3):
@@ -218,3 +295,20 @@ def test_logging_says_once(caplog):
             error_once("surface: an error")
     assert [r.levelname for r in caplog.records] == ["INFO", "WARNING", "ERROR"]
     assert logger.name == "deltafuse"
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        ("", ["[deltafuse] WARNING: careful"]),
+        ("logger.setLevel(logging.INFO)", ["[deltafuse] INFO: hello", "[deltafuse] WARNING: careful"]),
+        ("logging.basicConfig(format='mine %(message)s')", ["mine careful"]),
+        ("logging.disable()", []),
+    ],
+)
+def test_logging_by_default(setup, expected):
+    """Warnings go to stderr once; an application's own configuration replaces that, never doubles it."""
+    code = f"import logging\nfrom deltafuse.logging import logger\n{setup}\nlogger.info('hello')\nlogger.warning('careful')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == expected
