@@ -308,7 +308,8 @@ def test_logging_says_once(caplog):
 )
 def test_logging_by_default(setup, expected):
     """Warnings go to stderr once; an application's own configuration replaces that, never doubles it."""
-    code = f"import logging\nfrom deltafuse.logging import logger\n{setup}\nlogger.info('hello')\nlogger.warning('careful')"
+    says = "logger.info('hello')\nlogger.warning('careful')"
+    code = f"import logging\nfrom deltafuse.logging import logger\n{setup}\n{says}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == ""
     assert done.stderr.splitlines() == expected
