@@ -48,7 +48,8 @@ def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safetensors.safe_open(file, framework="pt") as handle:
             metadata = dict(handle.metadata() or {})
-            return {key: handle.get_tensor(key) for key in handle.keys()}, metadata
+            names = list(handle.keys())
+            return {key: handle.get_tensor(key) for key in names}, metadata
     except Exception as error:
         raise CheckpointError(f"'{file}' is no readable safetensors file: {_first_line(error)}") from error
 

@@ -31,7 +31,23 @@ DEFAULTS: dict[str, Any] = {
     "constraint": 0.0,
     "bypass_mode": None,
 }
-_BOOLEAN = ["use_tucker", "use_scalar", "rank_dropout_scale", "weight_decompose", "wd_on_out", "detach_norm", "rs_lora", "decompose_both", "full_matrix", "unbalanced_factorization", "rescaled", "train_on_input", "use_data_init", "train_norm", "train_llm_adapter"]
+_BOOLEAN = (
+    "use_tucker",
+    "use_scalar",
+    "rank_dropout_scale",
+    "weight_decompose",
+    "wd_on_out",
+    "detach_norm",
+    "rs_lora",
+    "decompose_both",
+    "full_matrix",
+    "unbalanced_factorization",
+    "rescaled",
+    "train_on_input",
+    "use_data_init",
+    "train_norm",
+    "train_llm_adapter",
+)
 _INTEGER = ("factor", "block_size", "mask_group_id", "conv_dim")
 _NUMBER = ("constraint", "dropout", "rank_dropout", "module_dropout", "conv_alpha")
 _READERS: dict[str, Callable[[str, Any], Any]] = {
