@@ -14,6 +14,7 @@ from .target import agrees
 
 CASES = all_cases()
 NAME = "lycoris_block_0_proj"
+METHOD_LAYERS = ("linear", "linear-nobias", "conv1d", "conv2d-nobias", "conv2d-1x1")
 
 
 class Adapter:
@@ -75,6 +76,27 @@ def test_bypass(case: Case):
             adapter.output_delta(strength),
             fault=peer_fault(case, "bypass", strength),
         )
+
+
+PLAIN = [
+    case
+    for case in CASES
+    if case.algo != "full" and not case.options.get("weight_decompose") and not case.options.get("rs_lora")
+]
+
+
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.layer in METHOD_LAYERS], ids=ids)
+def test_bypass_methods(case: Case):
+    """bypass_forward_diff gives the delta's output alone, bypass_forward the adapted output."""
+    adapter = Adapter(case)
+    for strength in adapter.strengths():
+        fault = peer_fault(case, "bypass", strength)
+        expected = adapter.output_delta(strength)
+        whole = adapter.layer(adapter.x) + expected
+        agrees(lambda m=strength: adapter.module.bypass_forward(adapter.x, m), whole, fault=fault)
+        if case.algo in ("glora", "ia3") and "nobias" not in case.layer:
+            fault = 17  # the base bias enters its delta
+        agrees(lambda m=strength: adapter.module.bypass_forward_diff(adapter.x, m), expected, fault=fault)
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
