@@ -12,7 +12,7 @@ from .config import list_builtin_presets
 from .config_sdk import AlgoOverride, PresetConfig, PresetValidationError, describe_algo, list_algorithms
 from .core.errors import DeltaFuseError
 from .core.policy import use_backend
-from .integrations.lycoris import install_as_lycoris
+from .integrations.alias import install_as_lycoris
 from .logging import logger
 from .modules import (
     ButterflyOFTModule,
