@@ -62,7 +62,8 @@ def test_same_modules_and_start(name):
     for key, value in second.items():
         if name == "dylora" and first[key].shape != value.shape:
             continue  # rule 40
-        assert torch.equal(first[key], value), key
+        tolerance = 3e-7 if key.endswith("dora_scale") else 0.0  # computed from the weight, not drawn
+        torch.testing.assert_close(first[key], value, rtol=tolerance, atol=0.0, msg=key)
 
 
 def trained(package, name: str, path: str):
