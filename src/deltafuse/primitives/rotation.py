@@ -27,8 +27,8 @@ def cayley_delta(blocks: Tensor, bound: float) -> Tensor:
     raw = blocks.to(work)
     q = raw - raw.transpose(-1, -2)
     if bound > 0:
-        norm = (q.square().sum() + torch.finfo(work).tiny).sqrt() + 1e-8
-        q = q * (bound / norm).clamp(max=1.0)
+        norm = (q.square().sum() + torch.finfo(work).tiny).sqrt()
+        q = q * (bound / norm.clamp(min=bound))
     eye = torch.eye(q.shape[-1], dtype=work, device=q.device)
     with plain_math(q):
         solution, _ = torch.linalg.solve_ex(eye - q, 2 * q, check_errors=False)
