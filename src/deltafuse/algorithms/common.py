@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import OptionError
+from ..core.precision import accumulate_dtype
 from ..layers.adapter import Adapter
 from ..layers.state import as_float
 
@@ -53,8 +54,8 @@ class Ranked(Adapter):
         return self.scale * self.lora_dim
 
     def alpha_tensor(self) -> Tensor:
-        """The stored alpha, unrounded by any cast of the module."""
-        return torch.tensor(self.stored_alpha, dtype=torch.float32)
+        """The stored alpha, unrounded by any cast of the module; float64 beside float64 factors."""
+        return torch.tensor(self.stored_alpha, dtype=accumulate_dtype(self.dtype_tensor))
 
     def set_scalar(self, use_scalar: bool) -> None:
         """A learnable scalar that starts at 0, or a constant 1."""

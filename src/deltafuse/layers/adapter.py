@@ -433,6 +433,8 @@ class Adapter(Mergeable, StatefulModule):
         given = zip(cls.weight_list, weights, strict=False)
         tensors = {key: value for key, value in given if value is not None}
         adapter = cls.from_tensors(lora_name, orig_module, tensors)
+        if any(value.dtype == torch.float64 for value in tensors.values()):
+            adapter.to(torch.float64)
         adapter.load_state_dict(tensors, strict=False)
         return adapter
 
