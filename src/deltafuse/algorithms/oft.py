@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..core.errors import CheckpointError
 from ..core.factorize import factorization, rotation_block
+from ..core.precision import accumulate_dtype
 from ..deltas import Delta, InputRotation, Rotation
 from ..layers.adapter import Adapter
 from ..layers.state import as_float
@@ -59,13 +60,17 @@ class RotationModule(Adapter):
         if "alpha" in tensors:
             self.stored_constraint = as_float(tensors["alpha"])
             self.constraint = self.stored_constraint * self._bound_dimension
-        tensors["alpha"] = torch.tensor(self.stored_constraint, dtype=torch.float32)
+        tensors["alpha"] = self.constraint_tensor()
         return tensors
+
+    def constraint_tensor(self) -> Tensor:
+        """The stored constraint, unrounded by any cast of the module; float64 beside float64 blocks."""
+        return torch.tensor(self.stored_constraint, dtype=accumulate_dtype(self.dtype_tensor))
 
     def custom_state_dict(self) -> dict[str, Tensor]:
         state = {"dora_scale": self.dora_scale} if self.wd else {}
         state["oft_blocks"] = self.oft_blocks
-        state["alpha"] = torch.tensor(self.stored_constraint, dtype=torch.float32)
+        state["alpha"] = self.constraint_tensor()
         if self.rescaled:
             state["rescale"] = self.rescale
         return state
@@ -217,7 +222,7 @@ class InputOFTModule(RotationModule):
     def custom_state_dict(self) -> dict[str, Tensor]:
         state = {"dora_scale": self.dora_scale} if self.wd else {}
         state["oft_R.weight"] = self.oft_R["weight"]
-        state["alpha"] = torch.tensor(self.stored_constraint, dtype=torch.float32)
+        state["alpha"] = self.constraint_tensor()
         return state
 
     @classmethod
