@@ -530,9 +530,10 @@ def test_max_norm_reaches_every_algorithm(algo):
 
 
 def delta_norms(net: LycorisNetwork) -> list[float]:
-    """Frobenius norm of every module's weight delta at strength one."""
-    shapes = [(adapter, adapter.org_module[0].weight.shape) for adapter in net.loras]
-    return [float(adapter.get_diff_weight(1.0, shape)[0].detach().norm()) for adapter, shape in shapes]
+    """Frobenius norm of every module's delta at strength one, weight and bias together."""
+    deltas = [adapter.get_diff_weight(1.0, adapter.org_module[0].weight.shape) for adapter in net.loras]
+    parts = [[part.detach().flatten() for part in delta if part is not None] for delta in deltas]
+    return [float(torch.cat(flat).norm()) for flat in parts]
 
 
 # ------------------------------------------------------------------------------------------------------------ options
