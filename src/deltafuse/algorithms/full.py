@@ -71,7 +71,7 @@ class FullModule(Adapter):
         return Dense(self.weight, self.bias, row_mask)
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state = {"dora_scale": self.dora_scale} if self.wd else {}
+        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
         state["diff"] = self.weight
         if self.bias is not None:
             state["diff_b"] = self.bias

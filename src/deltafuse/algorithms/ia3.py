@@ -72,7 +72,7 @@ class IA3Module(Adapter):
         return ChannelScale(self.weight.flatten(), self.train_input, row_mask)
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state = {"dora_scale": self.dora_scale} if self.wd else {}
+        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
         return {**state, "weight": self.weight, "on_input": self.on_input}  # type: ignore[dict-item]
 
     @classmethod

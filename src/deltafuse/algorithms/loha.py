@@ -35,6 +35,12 @@ class LohaModule(Ranked):
         "dora_scale",
     ]
     weight_list_det = ["hada_w1_a"]
+    hada_w1_a: nn.Parameter
+    hada_w1_b: nn.Parameter
+    hada_w2_a: nn.Parameter
+    hada_w2_b: nn.Parameter
+    hada_t1: nn.Parameter
+    hada_t2: nn.Parameter
     options = frozenset({"use_tucker", "use_scalar", "weight_decompose", "wd_on_out", "detach_norm", "rs_lora"})
 
     def __init__(
@@ -98,7 +104,8 @@ class LohaModule(Ranked):
             nn.init.zeros_(self.hada_w2_a)
 
     def build_delta(self, rank_mask: Tensor | None, row_mask: Tensor | None) -> Delta:
-        up1, up2 = self.hada_w1_a, self.hada_w2_a
+        up1: Tensor = self.hada_w1_a
+        up2: Tensor = self.hada_w2_a
         mids: tuple[Any, Any] = (None, None)
         if self.tucker:
             up1, up2, mids = up1.t(), up2.t(), (self.hada_t1, self.hada_t2)

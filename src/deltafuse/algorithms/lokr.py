@@ -88,6 +88,13 @@ class LokrModule(Ranked):
         "dora_scale",
     ]
     weight_list_det = ["lokr_w1", "lokr_w1_a"]
+    lokr_w1: nn.Parameter
+    lokr_w1_a: nn.Parameter
+    lokr_w1_b: nn.Parameter
+    lokr_w2: nn.Parameter
+    lokr_w2_a: nn.Parameter
+    lokr_w2_b: nn.Parameter
+    lokr_t2: nn.Parameter
     options = frozenset(
         {
             "use_tucker",

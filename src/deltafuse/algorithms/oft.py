@@ -68,7 +68,7 @@ class RotationModule(Adapter):
         return torch.tensor(self.stored_constraint, dtype=accumulate_dtype(self.dtype_tensor))
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state = {"dora_scale": self.dora_scale} if self.wd else {}
+        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
         state["oft_blocks"] = self.oft_blocks
         state["alpha"] = self.constraint_tensor()
         if self.rescaled:
@@ -220,7 +220,7 @@ class InputOFTModule(RotationModule):
         return InputRotation(self.oft_blocks, self.constraint, row_mask)
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state = {"dora_scale": self.dora_scale} if self.wd else {}
+        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
         state["oft_R.weight"] = self.oft_R["weight"]
         state["alpha"] = self.constraint_tensor()
         return state

@@ -121,7 +121,7 @@ def require_backend(name: str, device: torch.device | None = None) -> Backend:
 
 
 def _automatic(names: tuple[str, ...], problem: Problem) -> Selection:
-    refusals = []
+    refusals: list[str] = []
     for backend in backends().values():
         refusal = _refusal(backend, names, problem)
         if refusal is None:

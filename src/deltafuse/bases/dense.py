@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -97,9 +99,10 @@ class ScaledFp8Base(ForeignBase):
     kind = "fp8"
 
     def weight(self) -> Tensor:
-        codes = self.module.weight
-        scale = self.module.weight_scale.to(device=codes.device, dtype=torch.float32)  # type: ignore[union-attr, operator]
-        return codes.to(torch.float32) * (scale.unsqueeze(1) if scale.dim() == 1 else scale)  # type: ignore[union-attr, operator]
+        codes: Any = self.module.weight
+        scale: Any = self.module.weight_scale
+        scale = scale.to(device=codes.device, dtype=torch.float32)
+        return codes.to(torch.float32) * (scale.unsqueeze(1) if scale.dim() == 1 else scale)
 
     def mergeable(self) -> Verdict:
         return Verdict(False, "merging into a weight-only FP8 layer is not supported")

@@ -47,9 +47,8 @@ class LayerOp:
                 pad_mode=module.padding_mode,
                 pad=() if zeros else tuple(module._reversed_padding_repeated_twice),
             )
-        if hasattr(module, "in_features") and hasattr(module, "out_features"):
-            return cls(out=int(module.out_features), inp=int(module.in_features))
-        return None
+        out, inp = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        return cls(out=out, inp=inp) if isinstance(out, int) and isinstance(inp, int) else None
 
     @property
     def is_conv(self) -> bool:

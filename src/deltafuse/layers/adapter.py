@@ -21,7 +21,7 @@ from ..core.geometry import LayerOp
 from ..core.precision import compute_dtype
 from ..core.problem import Plan, Problem
 from ..deltas import Call, Decomposed, Delta
-from ..primitives import kernel_table
+from ..primitives import Kernels, kernel_table
 from ..primitives.norms import weight_norm
 from . import stacking
 from .masks import keep_mask, keep_scalar
@@ -49,6 +49,7 @@ class Adapter(Mergeable, StatefulModule):
     weight_list_det: ClassVar[list[str]] = []
     options: ClassVar[frozenset[str]] = frozenset()
     """Option names beyond the common ones that change this algorithm's result."""
+    dtype_tensor: Tensor
     rank_axis: ClassVar[bool] = False
     """True where rank_dropout masks the rank axis, False where it masks rows of the delta."""
 
@@ -84,7 +85,6 @@ class Adapter(Mergeable, StatefulModule):
         self._multiplier = float(multiplier)
         self._strength_tensor = torch.tensor(self._multiplier, dtype=torch.float64)
         self._plans: dict[Any, Plan] = {}
-        self._traced_forms: dict[bool, str] = {}
         self.org_module = [org_module]
         self.org_forward = org_module.forward
 
@@ -172,8 +172,8 @@ class Adapter(Mergeable, StatefulModule):
     def _draw_masks(self) -> tuple[Tensor | None, Tensor | None]:
         if not (self.rank_dropout and self.training):
             return None, None
-        count = self.lora_dim if self.rank_axis else self.dim
-        mask = keep_mask(int(count), self.rank_dropout, self.rank_dropout_scale, next(self.parameters()))
+        count = int(getattr(self, "lora_dim", 0)) if self.rank_axis else self.dim
+        mask = keep_mask(count, self.rank_dropout, self.rank_dropout_scale, next(self.parameters()))
         return (mask, None) if self.rank_axis else (None, mask)
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ class Adapter(Mergeable, StatefulModule):
             return self.org_forward(x, *args, **kwargs)
         delta = self.delta(masks=True)
         owned = self._owns_forward() and not args and not kwargs
-        chosen = self._plan_call(x, delta, owned)
+        form, kernels = self._form_of_call(x, delta, owned)
         if owned:
-            return self._run_owned(chosen, delta, x)
-        return self._run_beside(chosen, delta, x, self.org_forward(x, *args, **kwargs))
+            return self._run_owned(form, kernels, delta, x)
+        return self._run_beside(form, kernels, delta, x, self.org_forward(x, *args, **kwargs))
 
     def _idle(self) -> bool:
         """Strength 0 with nothing to train: the base itself."""
@@ -207,23 +207,23 @@ class Adapter(Mergeable, StatefulModule):
         p = self.dropout if self.training else 0.0
         return Call(kernels, self.geometry, x, self.base.weight(), bias, p)
 
-    def _run_owned(self, chosen: Plan, delta: Delta, x: Tensor) -> Tensor:
+    def _run_owned(self, form: str, kernels: Kernels, delta: Delta, x: Tensor) -> Tensor:
         strength = self._strength(x)
-        call = self._call(chosen.kernels, delta, x, strength)
-        if chosen.form == "bypass":
+        call = self._call(kernels, delta, x, strength)
+        if form == "bypass":
             return delta.bypass(call, strength)
         assert call.weight is not None
-        if chosen.form == "merged":
+        if form == "merged":
             merged = delta.merged(call.kernels, call.weight, self.geometry, strength)
             return self.geometry.apply(x, merged.to(call.weight.dtype), call.bias)
         base = self.geometry.apply(x, call.weight, call.bias)
         return base + self._dense_branch(call, delta, strength).to(base.dtype)
 
-    def _run_beside(self, chosen: Plan, delta: Delta, x: Tensor, out: Tensor) -> Tensor:
+    def _run_beside(self, form: str, kernels: Kernels, delta: Delta, x: Tensor, out: Tensor) -> Tensor:
         strength = self._strength(x)
         weight = self.base.weight() if delta.needs_weight else None
-        call = Call(chosen.kernels, self.geometry, x, weight, None, self.dropout if self.training else 0.0)
-        if chosen.form == "bypass":
+        call = Call(kernels, self.geometry, x, weight, None, self.dropout if self.training else 0.0)
+        if form == "bypass":
             added = delta.contribution(call, strength, call.base() if delta.multiplicative else None)
         else:
             added = self._dense_branch(call, delta, strength)
@@ -240,10 +240,15 @@ class Adapter(Mergeable, StatefulModule):
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def _plan_call(self, x: Tensor, delta: Delta, owned: bool) -> Plan:
+    def _form_of_call(self, x: Tensor, delta: Delta, owned: bool) -> tuple[str, Kernels]:
+        """The form to run and the kernels to run it with; a compiled graph runs the references."""
         if torch.compiler.is_compiling():
-            form = self._traced_form(delta, owned)
-            return Plan(form, "torch", "traced: the references are compiled with the graph", _REFERENCE)
+            dropout = bool(self.dropout) and self.training
+            return self._traced_form(self.training, owned, dropout, self.bypass_mode, self._variant()), _REFERENCE
+        chosen = self._plan_call(x, delta, owned)
+        return chosen.form, chosen.kernels
+
+    def _plan_call(self, x: Tensor, delta: Delta, owned: bool) -> Plan:
         learning = self.training and torch.is_grad_enabled()
         rows = bucket(self.geometry.rows(x))
         requested = policy.requested_backend()
@@ -262,21 +267,16 @@ class Adapter(Mergeable, StatefulModule):
         forced = {None: None, True: "bypass", False: "merged"}[self.bypass_mode]
         return Needs(branch_only=not owned, dropout=bool(self.dropout) and self.training, forced=forced)
 
-    def _traced_form(self, delta: Delta, owned: bool) -> str:
-        """The form of a compiled graph: planned once for a nominal row count, so that rows never recompile it."""
-        if not owned:
-            return "bypass" if delta.can_bypass(self.geometry) else "split"
-        if self.training not in self._traced_forms:
-            self.prepare_traced_forms()
-        return self._traced_forms[self.training]
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _traced_form(self, training: bool, owned: bool, *_: Any) -> str:
+        """The form of a compiled graph: planned while tracing, once, for a nominal row count that no call changes.
 
-    def prepare_traced_forms(self) -> None:
-        """Plan both modes for a nominal row count ahead of tracing."""
-        was = self.training
-        for mode in (True, False):
-            self.training = mode
-            self._traced_forms[mode] = self.nominal_plan().form
+        The arguments are what the plan depends on; a graph is traced anew where one of them changes.
+        """
+        was, self.training = self.training, training
+        form = self.nominal_plan(owned=owned).form
         self.training = was
+        return form
 
     def nominal_plan(self, rows: int = NOMINAL_ROWS, owned: bool | None = None) -> Plan:
         """The plan for ``rows`` rows, as reported by ``explain``."""
@@ -294,7 +294,6 @@ class Adapter(Mergeable, StatefulModule):
         if isinstance(weight, Tensor) and weight.device.type != "meta" and weight.device != self.device:
             self.to(weight.device)
         stacking.attach(self.org_module[0], self)
-        self.prepare_traced_forms()
 
     def restore(self) -> None:
         """Take this adapter off, wherever it sits in the stack."""
@@ -374,7 +373,7 @@ class Adapter(Mergeable, StatefulModule):
         """Register the merged weight as a parametrization of ``org_module.attr`` (2-D to 5-D)."""
         target = getattr(org_module, attr)
         adapter = cls("", _proxy(target), *args, **kwargs)
-        adapter.forward = adapter.parametrize_forward  # type: ignore[method-assign]
+        adapter.forward = adapter.parametrize_forward  # type: ignore[method-assign, assignment]
         adapter.to(target)
         nn.utils.parametrize.register_parametrization(org_module, attr, adapter)
         return adapter
@@ -504,6 +503,6 @@ def _proxy(target: Tensor) -> nn.Module:
         layer: nn.Module = nn.Linear(inp, out, bias=False, device="meta")
     else:
         conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[len(kernel)]
-        layer = conv(inp, out, tuple(kernel), bias=False, device="meta")
+        layer = conv(inp, out, tuple(kernel), bias=False, device="meta")  # type: ignore[arg-type]
     layer.weight = nn.Parameter(target.detach(), requires_grad=False)
     return layer

@@ -7,13 +7,10 @@ from torch import Tensor
 
 
 def keep_mask(count: int, drop: float, rescale: bool, like: Tensor) -> Tensor:
-    """(count,) of zeros and ones with P(0) = ``drop``; ``rescale`` divides by the mask's mean so the sum is kept.
-
-    The mean is floored at one entry, so that an all-zero draw stays zero.
-    """
+    """(count,) of zeros and ones with P(0) = ``drop``; ``rescale`` divides by 1 - ``drop``, so the mean is kept."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     mask = (torch.rand(count, device=like.device, dtype=dtype) >= drop).to(dtype)
-    return mask / mask.mean().clamp(min=1.0 / count) if rescale else mask
+    return mask / (1.0 - drop) if rescale and drop < 1.0 else mask
 
 
 def keep_scalar(drop: float, like: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Snapshot:
     def put_back(self, base: Base) -> None:
         base.write(self.weight, self.bias)
         if self.bias is None:
-            base.module.bias = None
+            base.module.register_parameter("bias", None)
 
 
 class Mergeable:

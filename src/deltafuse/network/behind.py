@@ -30,10 +30,10 @@ def skip_note(path: str, why: str) -> None:
 
 def close_fast_paths(root: nn.Module, wrapped: set[int]) -> list[tuple[nn.Module, int]]:
     """Switch the fused eval path off in encoder layers that hold a wrapped layer; (module, old value) pairs."""
-    closed = []
+    closed: list[tuple[nn.Module, int]] = []
     for module in root.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(id(child) in wrapped for child in module.modules()):
-            closed.append((module, getattr(module, _SWITCH)))
+            closed.append((module, int(getattr(module, _SWITCH))))
             setattr(module, _SWITCH, 0)
     return closed
 

@@ -74,8 +74,11 @@ class LycorisNetwork(nn.Module):
     @classmethod
     def default_rules(cls) -> Rules:
         """The class attributes as rules."""
-        values = {field: getattr(cls, attribute) for field, attribute in _ATTRIBUTES.items()}
-        return Rules(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+        values: dict[str, Any] = {}
+        for field, attribute in _ATTRIBUTES.items():
+            value = getattr(cls, attribute)
+            values[field] = tuple(value) if isinstance(value, list) else value
+        return Rules(**values)
 
     def __init__(
         self,
