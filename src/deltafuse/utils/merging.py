@@ -42,7 +42,7 @@ def merge(
     used: set[str] = set()
     for prefix, model in _named_models(tes, unet):
         for layer, owner in _matches(prefix, model, groups):
-            adapters.append(_adapter(groups[owner], owner, layer).to(device))
+            adapters.append(adapter_from_tensors(groups[owner], owner, layer).to(device))
             used.add(owner)
     unused = sorted(set(groups) - used)
     if not adapters:
@@ -90,7 +90,8 @@ def _matches(prefix: str, model: nn.Module, groups: Mapping[str, Any]) -> list[t
     return found
 
 
-def _adapter(tensors: Mapping[str, torch.Tensor], name: str, layer: nn.Module) -> nn.Module:
+def adapter_from_tensors(tensors: Mapping[str, torch.Tensor], name: str, layer: nn.Module) -> Any:
+    """The adapter that ``tensors`` (by key without the layer's name) describe, on ``layer``."""
     from ..modules import get_module, make_module
 
     algorithm, params = get_module({f"{name}.{key}": value for key, value in tensors.items()}, name)

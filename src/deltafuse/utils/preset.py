@@ -37,6 +37,18 @@ def read_preset(preset_path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PresetValidationError(f"preset file '{path}': {error}") from error
 
 
+def resolve_preset(preset: Any) -> dict[str, Any]:
+    """A preset's keys from a built-in name, a TOML path, a mapping or a :class:`PresetConfig`."""
+    from ..config import PRESET
+
+    if isinstance(preset, str) and preset in PRESET:
+        return PresetConfig.from_dict(PRESET[preset]).to_dict()
+    if isinstance(preset, str | os.PathLike):
+        return read_preset(preset)
+    config = preset if isinstance(preset, PresetConfig) else PresetConfig.from_dict(preset)
+    return config.to_dict()
+
+
 def _unreadable(preset_path: str | os.PathLike[str], error: Exception) -> str:
     from ..config import PRESET
 
