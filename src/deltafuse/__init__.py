@@ -5,7 +5,7 @@ The LyCORIS names are here under the package's own name; ``install_as_lycoris`` 
 
 from __future__ import annotations
 
-from . import modules, utils
+from . import functional, kohya, modules, utils
 from ._version import __version__
 from .backends import available_backends, register_backend, unregister_backend
 from .config import list_builtin_presets
@@ -59,8 +59,10 @@ __all__ = [
     "create_lycoris_from_weights",
     "describe_algo",
     "explain",
+    "functional",
     "get_timestep_mask",
     "install_as_lycoris",
+    "kohya",
     "list_algorithms",
     "list_builtin_presets",
     "logger",
