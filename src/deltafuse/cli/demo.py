@@ -36,8 +36,8 @@ def demo(
 ) -> None:
     """Check everything, train, show where things are; exit code 1 if the written file does not reload."""
     from ..demo.run import Demo, DemoSettings
-    from ..training.progress import make_progress
     from ..training.adapter import parse_options
+    from ..training.progress import make_progress
 
     settings = DemoSettings(algo, steps, out, rank, alpha, lr, seed, digit, strength, parse_options(option or []))
     prepared = Demo(settings)
@@ -63,8 +63,8 @@ def introduction(demo: Demo) -> str:
             f" except {demo.base.left_out}",
             f"  adapter  {settings.algo}, rank {recipe.rank}, alpha {recipe.alpha:g}, on {len(layers)} layers,"
             f" {count:,} trainable parameters",
-            f"  data     {len(demo.task.splits['train'])} images of the {demo.digit} to train on,"
-            f" {len(demo.task.splits['held_out'])} held out",
+            f"  data     {len(demo.task.images)} images of the {demo.digit} to train on,"
+            f" {len(demo.task.held_out)} held out",
             f"  run      {settings.steps} steps of {demo.config.batch_size} images, learning rate {recipe.lr:g},"
             f" seed {settings.seed}",
         ]

@@ -57,7 +57,7 @@ def explain(
     network = attach(Question(algo, model, adapter, rank, alpha, preset, tuple(option or ())))
     report = deltafuse.explain(network)
     if as_json:
-        typer.echo(json.dumps(report_data(report), indent=2))
+        typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         _print(report)
 
@@ -133,27 +133,13 @@ def _new(question: Question, model: nn.Module, preset: dict[str, Any] | None) ->
     )
 
 
-def report_data(report: Any) -> dict[str, Any]:
-    """The report as plain data: ``{"rows": [...], "totals": {...}}``."""
-    return {"rows": [_plain(row) for row in report.rows], "totals": _plain(report.totals)}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float) else str(value)
-
-
 def _print(report: Any) -> None:
     rows = [[_cell(getattr(row, column)) for column in _COLUMNS] for row in report.rows]
     print_table("Adapted layers", [column.replace("_", " ") for column in _COLUMNS], rows)
-    totals = _plain(report.totals)
-    if isinstance(totals, dict):
-        print_table("Totals", ("what", "value"), [(key.replace("_", " "), _cell(v)) for key, v in totals.items()])
+    totals = [(key.replace("_", " "), _cell(value)) for key, value in report.totals.items()]
+    print_table(f"Totals, planned for {report.rows_planned} rows a call", ("what", "value"), totals)
+    if report.skipped:
+        print_table("Skipped", ("layer and reason",), [(line,) for line in report.skipped])
 
 
 def _cell(value: Any) -> str:

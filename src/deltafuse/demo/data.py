@@ -33,6 +33,11 @@ class Digits:
         """The images of all other digits."""
         return self._select(self.labels != digit)
 
+    def joined(self, other: Digits, times: int) -> Digits:
+        """These images followed by ``other`` repeated ``times`` times."""
+        images = torch.cat([self.images, other.images.repeat(times, 1, 1, 1)])
+        return Digits(images, torch.cat([self.labels, other.labels.repeat(times)]))
+
     def _select(self, mask: Tensor) -> Digits:
         return Digits(self.images[mask], self.labels[mask])
 

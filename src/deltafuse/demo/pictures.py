@@ -10,10 +10,8 @@ from torch import Tensor
 
 from ..core.optional import require
 
-_COLUMNS = 6
 
-
-def tile(images: Tensor, columns: int = _COLUMNS, gap: int = 1) -> Tensor:
+def tile(images: Tensor, columns: int, gap: int = 1) -> Tensor:
     """(count, 1, h, w) in [-1, 1] -> one (rows, columns) sheet in [0, 1] with a white gap between the images."""
     padded = torch.nn.functional.pad(images[:, 0] * 0.5 + 0.5, (gap, gap, gap, gap), value=1.0)
     rows = -(-len(padded) // columns)
@@ -33,16 +31,14 @@ def check_plotting() -> None:
     require("matplotlib", extra="demo", purpose="the pictures of the demo")
 
 
-def draw_samples(before: Tensor, after: Tensor, titles: tuple[str, str], path: Path) -> None:
+def draw_samples(before: Tensor, after: Tensor, titles: tuple[str, str], path: Path, columns: int) -> None:
     """Two sheets (count, 1, h, w) beside each other: the same noise through the base and through the adapter."""
-    _draw_sheets([(titles[0], before), (titles[1], after)], path)
-
-
-def _draw_sheets(sheets: list[tuple[str, Tensor]], path: Path) -> None:
+    sheets = [(title, tile(enlarge(images), columns)) for title, images in zip(titles, (before, after), strict=True)]
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, len(sheets), figsize=(4.6 * len(sheets), 4.9))
-    for axis, (title, images) in zip(axes, sheets, strict=True):
-        axis.imshow(tile(enlarge(images)).numpy(), cmap="gray", vmin=0, vmax=1)
+    height, width = sheets[0][1].shape
+    figure, axes = pyplot.subplots(1, len(sheets), figsize=(5.6 * len(sheets), 5.4 * height / width + 0.4))
+    for axis, (title, sheet) in zip(axes, sheets, strict=True):
+        axis.imshow(sheet.numpy(), cmap="gray", vmin=0, vmax=1)
         axis.set_title(title)
         axis.axis("off")
     figure.tight_layout()

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from ..algorithms.registry import get_algorithm
+
 # Only these blocks are adapted: the outermost convolutions have one image channel, which leaves rotations no block.
 ADAPTED_BLOCKS = ("Conditioning", "ResidualBlock", "TransformerBlock")
 
@@ -33,11 +35,26 @@ class Recipe:
         )
 
 
+# Learning rates are the largest that trained smoothly here. Rotations and scalings start flat and take larger ones.
 _RECIPES = {
-    "lokr": Recipe(),
+    "lokr": Recipe(lr=1e-2),
+    "locon": Recipe(lr=5e-3),
+    "loha": Recipe(lr=8e-3),
+    "glora": Recipe(lr=3e-3),
+    "dylora": Recipe(lr=8e-3),
+    "tlora": Recipe(lr=5e-3),
+    "full": Recipe(lr=5e-4),
+    "diag-oft": Recipe(lr=4e-3),
+    "oft": Recipe(lr=8e-3),
+    "boft": Recipe(lr=2e-3),
+    "ia3": Recipe(lr=5e-2),
+    "norm": Recipe(lr=3e-2),
 }
 
 
 def recipe_for(algo: str) -> Recipe:
-    """The recipe of ``algo``; an algorithm added from outside gets the common one."""
-    return _RECIPES.get(algo, Recipe())
+    """The recipe of ``algo`` or one of its aliases; an algorithm added from outside gets the common one.
+
+    Raises OptionError with the nearest name for an algorithm that nobody registered.
+    """
+    return _RECIPES.get(get_algorithm(algo).name, Recipe())

@@ -11,20 +11,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ..training.task import Split, make_loader
-from .data import check_digit, load_digits
+from .data import Digits, check_digit, load_digits
 from .diffusion import denoising_loss, evaluate, random_times, sample
-from .model import IMAGE_SIZE
+from .model import CLASSES, IMAGE_SIZE
 from .pictures import draw_samples
 
 SAMPLES_NAME = "samples.png"
-_SAMPLES = 24
+OTHERS_SHARE = 0.25
+_COLUMNS = 9
+_SAMPLE_ROWS = 3
 
 
 class DemoTask:
-    """Denoising of one digit's images under that digit's label; the held-out numbers come from images never trained on.
+    """Denoising of one digit's images under that digit's label, and of some others', so that they are not forgotten.
 
-    ``evaluate`` reports ``loss`` for the digit and ``other_digits_loss`` for the nine others, with the same noise in
-    every call. The digit's images fit in memory many times over, so noise is the only thing that changes per epoch.
+    On average :data:`OTHERS_SHARE` of a training batch shows other digits. ``evaluate`` reports ``loss`` for the digit
+    and ``other_digits_loss`` for the nine others, on images never trained on and with the same noise in every call.
     """
 
     name = "demo"
@@ -34,14 +36,19 @@ class DemoTask:
         self.seed = seed
         self.sample_steps = sample_steps
         train, held_out = load_digits()
-        self.splits = {"train": train.only(digit), "held_out": held_out.only(digit)}
-        self.others = held_out.without(digit)
+        self.images, self.other_images = train.only(digit), train.without(digit)
+        self.held_out, self.others = held_out.only(digit), held_out.without(digit)
         self.before: Tensor | None = None
 
     def batches(self, split: Split, batch_size: int) -> DataLoader[Any]:
         """Pairs of images (batch, 1, 8, 8) and labels (batch,)."""
-        data = self.splits[split]
+        data = self._mixture() if split == "train" else self.held_out
         return make_loader(TensorDataset(data.images, data.labels), batch_size, split)
+
+    def _mixture(self) -> Digits:
+        """All other digits' images once, the digit's repeated until the shares are right."""
+        share = (1 - OTHERS_SHARE) / OTHERS_SHARE
+        return self.other_images.joined(self.images, round(share * len(self.other_images) / len(self.images)))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Velocity error at random times; noise and times come from the global random state."""
@@ -66,12 +73,14 @@ class DemoTask:
             self.before = images
             return None
         path = out_dir / SAMPLES_NAME
-        titles = (f'base model, asked for "{self.digit}"', f"with the adapter, step {step}, same noise")
-        draw_samples(self.before, images, titles, path)
+        titles = (f'base, asked for "{self.digit}"', f"with the adapter after {step} steps, same noise")
+        draw_samples(self.before, images, titles, path, _COLUMNS)
         return path
 
     def draw(self, model: nn.Module) -> Tensor:
-        """Samples (24, 1, 8, 8) of the digit from noise that depends on the seed alone."""
+        """Samples (36, 1, 8, 8) from noise that the seed alone decides: three rows of the digit, one of the others."""
+        others = [digit for digit in range(CLASSES) if digit != self.digit]
+        labels = torch.tensor([self.digit] * (_SAMPLE_ROWS * _COLUMNS) + others)
         generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randn(_SAMPLES, 1, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-        return sample(model, torch.full((_SAMPLES,), self.digit), noise, steps=self.sample_steps)
+        noise = torch.randn(len(labels), 1, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        return sample(model, labels, noise, steps=self.sample_steps)
