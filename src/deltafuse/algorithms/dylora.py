@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import CheckpointError, OptionError
+from ..core.precision import accumulate_dtype
 from ..deltas import Delta, LowRank
 from .common import Ranked, check_rank, decompose_options, kaiming
 from .registry import register_algorithm
@@ -117,9 +118,9 @@ class DyLoraModule(Ranked):
         trained = (index == block).to(up.dtype)
         up = up.detach() + (up - up.detach()) * trained
         down = down.detach() + (down - down.detach()) * trained[:, None]
-        ranks = (block + 1) * self.block_size
+        ranks = ((block + 1) * self.block_size).to(accumulate_dtype(up))
         share = self.lora_dim / ranks if not self.rs_lora else (self.lora_dim / ranks) ** 0.5
-        return up, down, (index <= block).to(up.dtype) * share
+        return up, down, (index <= block).to(ranks.dtype) * share
 
     def prefix(self, rank: int) -> tuple[Tensor, Tensor, float]:
         """(down, up, scale) of the first ``rank`` ranks, as a LoRA of that rank with the same alpha."""
