@@ -43,7 +43,7 @@ def assert_refused(outcome: Any, out: Path, *words: str) -> None:
         (["--override", "nothing=rank:3"], ["nothing"]),
         (["--preset", "fulll"], ["fulll", "full"]),
         (["--preset", "absent.toml"], ["absent.toml"]),
-        (["--algo", "boft", "--rank", "5"], ["boft"]),
+        (["--algo", "boft", "--rank", "5"], ["butterfly", "dimension"]),
         (["--seq-len", "65"], ["seq_len", "64"]),
         (["--data", "absent.txt"], ["absent.txt"]),
         (["--held-out-data", "absent.txt"], ["absent.txt"]),

@@ -26,8 +26,7 @@ def flags(model: Path, data: Path, out: Path, *more: object) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("algo", ["lora", "lokr"])
-@pytest.mark.parametrize("kind", ["unet", "dit"])
+@pytest.mark.parametrize(("kind", "algo"), [("unet", "lora"), ("unet", "lokr"), ("dit", "lokr"), ("dit", "loha")])
 def test_training_lowers_held_out_loss_and_reloads(
     cli: Cli, request: pytest.FixtureRequest, image_data: Path, tmp_path: Path, kind: str, algo: str
 ) -> None:
@@ -39,6 +38,20 @@ def test_training_lowers_held_out_loss_and_reloads(
     before, after = [record["eval_loss"] for record in records if "eval_loss" in record]
     assert after < before
     assert_reloads(where, out, image_data)
+
+
+def test_tlora_ranks_follow_the_timestep(dit: Path, image_data: Path, tmp_path: Path, cli: Cli) -> None:
+    from deltafuse.algorithms.tlora import clear_timestep_mask, get_timestep_mask
+
+    try:
+        outcome = cli(*flags(dit, image_data, tmp_path / "out", "--algo", "tlora", "--steps", 3))
+        assert outcome.code == 0, outcome.err
+        mask = get_timestep_mask()
+        assert mask is not None
+        assert mask.shape[1] == 4
+        assert len({tuple(row) for row in mask.tolist()}) > 1
+    finally:
+        clear_timestep_mask()
 
 
 def assert_reloads(where: Path, out: Path, data: Path) -> None:

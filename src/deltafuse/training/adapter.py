@@ -45,10 +45,13 @@ def build_network(model: nn.Module, config: AdapterConfig, kinds: tuple[type[nn.
 
 
 def check_texts(config: AdapterConfig) -> None:
-    """OptionError for what is wrong in any model: a broken option or override, an unknown preset."""
+    """OptionError for what is wrong in any model: an unknown algorithm or preset, a broken option or override."""
+    from ..algorithms import get_algorithm
+
+    get_algorithm(config.algo)
     parse_options(config.option)
     for text in config.override:
-        parse_override(text)
+        get_algorithm(parse_override(text)[1].get("algo", config.algo))
     if config.preset is not None:
         _named_preset(config.preset)
 
@@ -89,10 +92,7 @@ def _named_preset(name: str) -> dict[str, Any]:
         return dict(PRESET[name])
     if not name.lower().endswith(".toml"):
         raise OptionError(unknown_name("preset", name, PRESET) + " A file must end in .toml.")
-    preset = read_preset(name)
-    if preset is None:
-        raise OptionError(f"preset file '{name}' cannot be read as a preset.")
-    return dict(preset)
+    return dict(read_preset(name))
 
 
 def _change_preset(

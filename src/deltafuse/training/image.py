@@ -24,6 +24,14 @@ class ImageTask:
     def __init__(self, train: Images, held_out: Images | None, scheduler: Any) -> None:
         self.data = {"train": train, "held_out": held_out}
         self.scheduler = scheduler
+        self.rank_groups: dict[int, int] = {}
+
+    def attach(self, network: Any) -> None:
+        """Note the largest rank of each group of T-LoRA layers, whose ranks follow the timestep."""
+        for module in network.loras:
+            if hasattr(module, "mask_group_id"):
+                group = int(module.mask_group_id)
+                self.rank_groups[group] = max(self.rank_groups.get(group, 0), int(module.lora_dim))
 
     def batches(self, split: Split, batch_size: int) -> DataLoader[Any] | None:
         """Batches ``{"pixels": (batch, channels, size, size), "label": (batch,)}``."""
@@ -36,8 +44,20 @@ class ImageTask:
         noise = torch.randn_like(pixels)
         steps = torch.randint(0, self.scheduler.config.num_train_timesteps, (len(pixels),), device=pixels.device)
         noisy = self.scheduler.add_noise(pixels, noise, steps)
+        self._mask_ranks(steps)
         predicted = predict(model, noisy, steps, batch.get("label"))
         return F.mse_loss(predicted.float(), self._target(pixels, noise, steps).float())
+
+    def _mask_ranks(self, steps: torch.Tensor) -> None:
+        """Every sample's T-LoRA ranks for its timestep: few at high noise."""
+        if not self.rank_groups:
+            return
+        from ..algorithms.tlora import compute_timestep_mask, set_timestep_mask
+
+        total = self.scheduler.config.num_train_timesteps
+        for group, rank in self.rank_groups.items():
+            masks = [compute_timestep_mask(step, total, rank) for step in steps.tolist()]
+            set_timestep_mask(torch.cat(masks).to(steps.device), group)
 
     def evaluate(self, model: nn.Module, batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Mean loss; the loop seeds the noise, so that evaluations of a run compare."""

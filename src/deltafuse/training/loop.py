@@ -29,7 +29,7 @@ from .progress import Progress, Silent
 from .randomness import guarded, seed_everything
 from .schedules import make_scheduler
 from .state import ADAPTER_FILE, METRICS_FILE, PLOT_FILE, STATE_FILE, Resumable, read_step, save_adapter
-from .task import EndlessShuffle, Task, write_samples
+from .task import EndlessShuffle, Task, attach_task, write_samples
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -124,6 +124,7 @@ class _Loop:
         self.metadata = metadata
         seed_everything(config.seed)
         network.apply_to()
+        attach_task(task, network)
         if config.freeze_base:
             freeze(model, network)
         checkpointing.enable(model, network, config.gradient_checkpointing)

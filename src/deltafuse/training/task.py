@@ -19,9 +19,9 @@ Split = Literal["train", "held_out"]
 class Task(Protocol):
     """A kind of training job.
 
-    A task may also define ``samples(model, out_dir: Path, step: int) -> Path | None``. The loop calls it in eval mode,
-    without gradients and with a fixed seed, before the first step and after the last one; training randomness is not
-    disturbed by it.
+    A task may also define ``attach(network)``, called once with the applied adapter, and
+    ``samples(model, out_dir: Path, step: int) -> Path | None``. The loop calls the latter in eval mode, without
+    gradients and with a fixed seed, before the first step and after the last one; training randomness is not disturbed.
     """
 
     name: str
@@ -99,6 +99,13 @@ def mean_loss(task: Task, model: nn.Module, batches: Iterable[Any]) -> dict[str,
         return {}
     total = torch.stack([loss * length for loss, length in pairs]).sum()
     return {"loss": (total / sum(length for _, length in pairs)).item()}
+
+
+def attach_task(task: Task, network: Any) -> None:
+    """Call the task's optional ``attach`` where it has one."""
+    attach = getattr(task, "attach", None)
+    if callable(attach):
+        attach(network)
 
 
 def write_samples(task: Task, model: nn.Module, out_dir: Path, step: int) -> Path | None:
