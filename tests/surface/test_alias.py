@@ -12,7 +12,7 @@ import pytest
 
 import deltafuse
 from deltafuse.core.errors import DeltaFuseError
-from deltafuse.integrations.lycoris import install_as_lycoris, uninstall_lycoris_alias
+from deltafuse.integrations.lycoris import install_as_lycoris, main, uninstall_lycoris_alias
 
 PATHS = [
     "config",
@@ -107,11 +107,6 @@ def test_a_real_package_is_not_replaced_silently(no_lycoris):
     assert sys.modules["lycoris.config"] is deep
 
 
-def run(*args, cwd):
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "deltafuse.integrations.lycoris", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
-
-
 def test_unchanged_script(tmp_path):
     folder = tmp_path / "scripts"
     folder.mkdir()
@@ -130,7 +125,9 @@ def test_unchanged_script(tmp_path):
             """
         )
     )
-    done = run("scripts/train.py", "--a", "b c", "-m", cwd=tmp_path)
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-m", "deltafuse.integrations.lycoris"]
+    command += ["scripts/train.py", "--a", "b c", "-m"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False)
     assert done.returncode == 7, done.stderr
     assert done.stdout.split("\n")[0] == (
         "deltafuse.config deltafuse.utils.preset ['--a', 'b c', '-m'] beside the script scripts/train.py"
@@ -138,18 +135,19 @@ def test_unchanged_script(tmp_path):
     assert done.stderr == ""
 
 
-def test_module_runs_and_errors_pass(tmp_path):
-    (tmp_path / "job.py").write_text(
-        "import sys, lycoris.config as c\nprint(c.__name__, sys.argv[1:])\nraise KeyError(3)\n"
-    )
-    done = run("-m", "job", "x", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stdout == "deltafuse.config ['x']\n"
-    assert "KeyError: 3" in done.stderr
+def test_module_runs_and_errors_pass(no_lycoris, tmp_path, monkeypatch, capsys):
+    source = "import sys, lycoris.config as c\nprint(__name__, c.__name__, sys.argv[1:])\nraise KeyError(3)\n"
+    (tmp_path / "surface_job.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["before"])
+    with pytest.raises(KeyError, match="3"):
+        main(["-m", "surface_job", "x"])
+    assert capsys.readouterr().out == "__main__ deltafuse.config ['x']\n"
 
 
 @pytest.mark.parametrize(("args", "code"), [((), 2), (("--help",), 0), (("absent.py",), 2), (("-m",), 2)])
-def test_usage(tmp_path, args, code):
-    done = run(*args, cwd=tmp_path)
-    assert done.returncode == code
-    assert "usage:" in done.stdout + done.stderr
+def test_usage(no_lycoris, capsys, args, code):
+    assert main(args) == code
+    written = capsys.readouterr()
+    assert "usage:" in (written.err if code else written.out)
+    assert "lycoris" not in sys.modules

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -297,19 +295,40 @@ def test_logging_says_once(caplog):
     assert logger.name == "deltafuse"
 
 
+@pytest.fixture
+def unconfigured(monkeypatch):
+    """Call it to give the root logger no handler, as in a fresh process; levels are put back afterwards."""
+    level = logger.level
+    yield lambda: monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logger.setLevel(level)
+
+
 @pytest.mark.parametrize(
-    ("setup", "expected"),
+    ("level", "expected"),
     [
-        ("", ["[deltafuse] WARNING: careful"]),
-        ("logger.setLevel(logging.INFO)", ["[deltafuse] INFO: hello", "[deltafuse] WARNING: careful"]),
-        ("logging.basicConfig(format='mine %(message)s')", ["mine careful"]),
-        ("logging.disable()", []),
+        (logging.NOTSET, ["[deltafuse] WARNING: careful"]),
+        (logging.INFO, ["[deltafuse] INFO: hello", "[deltafuse] WARNING: careful"]),
+        (logging.ERROR, []),
     ],
 )
-def test_logging_by_default(setup, expected):
-    """Warnings go to stderr once; an application's own configuration replaces that, never doubles it."""
-    says = "logger.info('hello')\nlogger.warning('careful')"
-    code = f"import logging\nfrom deltafuse.logging import logger\n{setup}\n{says}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == ""
-    assert done.stderr.splitlines() == expected
+def test_warnings_go_to_stderr_by_default(unconfigured, capsys, level, expected):
+    unconfigured()
+    logger.setLevel(level)
+    logger.info("hello")
+    logger.warning("careful")
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.splitlines() == expected
+
+
+def test_an_applications_own_handlers_take_over(unconfigured, capsys):
+    unconfigured()
+    seen = []
+    handler = logging.Handler()
+    handler.emit = seen.append
+    for owner in (logging.getLogger(), logger):
+        owner.addHandler(handler)
+        logger.warning("careful")
+        owner.removeHandler(handler)
+    assert [record.getMessage() for record in seen] == ["careful", "careful"]
+    assert capsys.readouterr().err == ""
