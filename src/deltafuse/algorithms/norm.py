@@ -169,9 +169,6 @@ class NormModule(Adapter):
         reason = "one norm with the summed weight" if whole else "the layer runs its own forward; the change is added"
         return Plan("merged" if whole else "split", "torch", reason)
 
-    def prepare_traced_forms(self) -> None:
-        """A norm has one form per base: nothing to plan."""
-
     # -- files
 
     def custom_state_dict(self) -> dict[str, Tensor]:

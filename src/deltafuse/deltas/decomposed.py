@@ -19,6 +19,8 @@ from ..primitives import Kernels, kernel_table
 from .base import Call, Delta, Scalar, acc, times
 from .lowrank import LowRank
 
+_REFERENCE = kernel_table()
+
 
 @dataclass
 class Decomposed(Delta):
@@ -75,7 +77,7 @@ class Decomposed(Delta):
 
     def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
         assert weight is not None
-        gain = self._broadcast(self.gain(kernel_table(), weight, op), op)
+        gain = self._broadcast(self.gain(_REFERENCE, weight, op), op)
         inner = self.inner.dense(weight, op, 1.0)
         return times((gain - 1) * weight.to(inner.dtype) + gain * inner, strength)
 
