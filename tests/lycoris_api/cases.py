@@ -38,7 +38,7 @@ def _low_rank_cases() -> list[Case]:
         cases += [
             _case(algo, layer, **dora) for layer in ("linear", "conv2d", "conv1d") for dora in (DORA_OUT, DORA_IN)
         ]
-        cases += [_case(algo, layer, use_scalar=True) for layer in ("linear", "conv2d")]
+        cases += [_case(algo, layer, use_scalar=True) for layer in ("linear", *CONVS[:3])]
         cases += [_case(algo, layer, rs_lora=True) for layer in ("linear", "conv1d")]
         cases += [_case(algo, layer, use_tucker=True) for layer in CONVS]
         cases += [

@@ -158,6 +158,23 @@ def test_merge_bakes_the_bias_of_full():
     agrees(lambda: layer.bias - bias, 0.3 * tensors["diff_b"])
 
 
+def test_glora_file_with_a_tucker_core():
+    """A file that holds ``bm`` loads and acts (rule 40)."""
+    torch.manual_seed(1)
+    layer, x = nn.Conv2d(10, 24, 3, padding=1).requires_grad_(False), torch.randn(2, 10, 6, 5)
+    shapes = {"a1": (10, 3, 1, 1), "a2": (3, 10, 1, 1), "b1": (24, 3, 1, 1), "b2": (3, 10, 1, 1), "bm": (3, 3, 3, 3)}
+    tensors = {f"{key}.weight": torch.randn(shape) * 0.3 for key, shape in shapes.items()} | {
+        "alpha": torch.tensor(2.0)
+    }
+    expected = merged_weight("glora", tensors, layer.weight, 1.0) - layer.weight.double()
+
+    def delta() -> torch.Tensor:
+        kind, params = modules.get_module({f"x.{key}": value for key, value in tensors.items()}, "x")
+        return delta_of(modules.make_module(kind, params, "x", layer).eval(), layer, x)
+
+    agrees(delta, functional_op(layer, x.double(), expected), fault=40)
+
+
 # --------------------------------------------------------------------------------------------------------------- norms
 NORMS = {
     "layernorm": (lambda: nn.LayerNorm(13), (4, 3, 13)),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import deltafuse
 from lycoris_api.support import randomise, toy_input, toy_model
 from lycoris_api.target import relative_error
+from lycoris_api.toy_unet import models, te_input, unet_inputs
 
 NETWORKS = {
     "lora": {"linear_dim": 3, "linear_alpha": 2.0},
@@ -134,3 +135,61 @@ def test_same_training_run(name):
         losses.append(seen)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[0][-1] < losses[0][0]
+
+
+# --------------------------------------------------------------------------------------------------------------- kohya
+KOHYA = {
+    "lora": {},
+    "lora-conv": {"algo": "lora", "conv_dim": 2, "conv_alpha": 5.0, "use_tucker": True},
+    "loha": {"algo": "loha"},
+    "lokr": {"algo": "lokr", "factor": "4"},
+    "diag-oft": {"algo": "diag-oft"},
+    "lora-rs": {"algo": "lora", "rs_lora": True},
+}
+
+
+@pytest.fixture
+def _peer_kohya_targets():
+    reset = {"module_algo_map": {}, "name_algo_map": {}, "use_fnmatch": False, "exclude_name": []}
+    lycoris.kohya.LycorisNetworkKohya.apply_preset({**lycoris.config.PRESET["full"], **reset})
+
+
+def kohya_network(package, name: str, encoders: int):
+    unet, te = models(encoders)
+    torch.manual_seed(4)
+    net = package.kohya.create_network(1.0, 3, 2.0, None, te, unet, **KOHYA[name])
+    return net.eval(), unet, te
+
+
+@pytest.mark.usefixtures("_peer_kohya_targets")
+@pytest.mark.parametrize("name", list(KOHYA))
+def test_kohya_networks_start_alike(name):
+    states = []
+    for package in (deltafuse, lycoris):
+        net, unet, te = kohya_network(package, name, 2)
+        net.apply_to(te, unet, True, True)
+        states.append({key: value.detach().clone() for key, value in net.state_dict().items()})
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[1].items():
+        assert torch.equal(states[0][key], value), key
+
+
+@pytest.mark.usefixtures("_peer_kohya_targets")
+@pytest.mark.parametrize("name", list(KOHYA))
+@pytest.mark.parametrize("writer", ["deltafuse", "lycoris"])
+def test_kohya_files_cross(name, writer, tmp_path):
+    first, second = (deltafuse, lycoris) if writer == "deltafuse" else (lycoris, deltafuse)
+    net, unet, te = kohya_network(first, name, 1)
+    for index, adapter in enumerate(net.loras):
+        randomise(adapter, 30 + index)
+    net.apply_to(te, unet, True, True)
+    expected = [unet(*unet_inputs()), te(te_input())]
+    path = str(tmp_path / "adapter.safetensors")
+    net.save_weights(path, None, {})
+    unet, te = models(1)
+    base = [unet(*unet_inputs()), te(te_input())]
+    reader, _ = second.kohya.create_network_from_weights(1.0, path, None, te, unet)
+    reader.eval()
+    reader.apply_to(te, unet, True, True)
+    for output, wanted, start in zip([unet(*unet_inputs()), te(te_input())], expected, base, strict=True):
+        assert relative_error(output - start, wanted - start) < 5e-5
