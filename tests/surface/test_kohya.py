@@ -408,7 +408,7 @@ def test_from_weights_options_that_act():
         create_network_from_weights(1, None, None, None, unet, tensors, droput=0.2)
 
 
-@pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "glora", "dylora", "full", "diag-oft", "ia3"])
+@pytest.mark.parametrize("algo", ["lora", "loha", "lokr", "glora", "dylora", "full", "diag-oft", "oft", "ia3", "tlora"])
 def test_merge_like_a_trainer(algo):
     unet, te, data = UNet(), TextEncoder(), batch()
     network = make(unet, te, algo=algo, train_norm=True)

@@ -265,6 +265,10 @@ def test_merge_refuses_before_it_writes():
     bad = good | {"lora_unet_same.lora_up.weight": torch.tensor([[float("nan")]])}
     with pytest.raises(MergeError, match=r"lora_unet_same\.lora_up"):
         utils.merge([], unet, bad)
+    overflows = good | {key.replace("_fc", "_same"): value * 1e25 for key, value in lora_file({"_fc": (7, 5)}).items()}
+    overflows = {key if key.startswith("lora") else f"lora_unet{key}": value for key, value in overflows.items()}
+    with pytest.raises(MergeError, match="lora_unet_same"):
+        utils.merge([], unet, overflows)
     with pytest.raises(CheckpointError, match="lora_unet_other"):
         utils.merge([], unet, lora_file({"lora_unet_other": (40, 12)}))
     with pytest.raises(CheckpointError, match="no known algorithm"):

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from ..core.errors import CheckpointError, MergeError
 from ..logging import logger
@@ -34,7 +33,7 @@ def merge(
         ``{"merged": number of layers, "unused": names in the file that no layer answered to}``.
 
     Raises:
-        MergeError: a tensor holds NaN or Inf (before any weight is written).
+        MergeError: a tensor or a merged weight holds NaN or Inf, or a layer cannot be merged (before any is written).
         CheckpointError: no layer of these models is in the file, or a layer's tensors are of no known algorithm.
     """
     groups = _by_layer(lyco_state_dict)
@@ -47,8 +46,7 @@ def merge(
     unused = sorted(set(groups) - used)
     if not adapters:
         raise CheckpointError(f"no layer of these models is in the file. It holds: {_sample(unused)}.")
-    for adapter in tqdm(adapters, desc="merge", disable=None, leave=False):
-        adapter.merge_to(scale)
+    _merge_all(adapters, _named_models(tes, unet), scale)
     if unused:
         logger.warning("merged %d layers; %d names matched no layer: %s", len(used), len(unused), _sample(unused))
     return {"merged": len(used), "unused": unused}
@@ -88,6 +86,18 @@ def _matches(prefix: str, model: nn.Module, groups: Mapping[str, Any]) -> list[t
         if owner is not None:
             found.append((layer, owner))
     return found
+
+
+def _merge_all(adapters: Sequence[Any], models: Sequence[tuple[str, nn.Module]], scale: float) -> None:
+    """Check every layer, then write every layer, as a network of these adapters does it."""
+    from ..network import LycorisNetwork
+
+    holder = nn.Module()
+    for name, model in models:
+        holder.add_module(name, model)
+    network = LycorisNetwork(holder, init_only=True)
+    network.adopt_modules(adapters)
+    network.merge_to(scale)
 
 
 def adapter_from_tensors(tensors: Mapping[str, torch.Tensor], name: str, layer: nn.Module) -> Any:
