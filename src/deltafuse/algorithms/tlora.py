@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.errors import OptionError, unknown_name
+from ..core.precision import accumulate_dtype
 from ..deltas import Delta, LowRank
 from .common import Ranked, decompose_options
 from .registry import register_algorithm
@@ -173,10 +174,20 @@ class TLoraModule(Ranked):
         mask = self._timestep_mask(self.lambda_layer)
         if rank_mask is not None:
             mask = rank_mask if mask is None else mask * rank_mask
-        down = torch.cat([q.flatten(1), self.base_q.flatten(1).to(q.dtype)])
-        up = torch.cat([p.flatten(1) * self.lambda_layer, -(self.base_p.flatten(1) * self.base_lambda).to(p.dtype)], 1)
+        down, up = self._factors(q.flatten(1), p.flatten(1))
         mask = None if mask is None else torch.cat([mask, mask], -1)
         return LowRank(down, up, self.scale, None, None, mask, row_mask)
+
+    def _factors(self, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(down, up) of (P lambda - P0 lambda0) Q + P0 lambda0 (Q - Q0).
+
+        Only parameters are subtracted from their own starting values, so a small delta keeps its relative accuracy.
+        """
+        work = accumulate_dtype(q, p)
+        q, start_q = q.to(work), self.base_q.flatten(1).to(work)
+        start = self.base_p.flatten(1).to(work) * self.base_lambda.to(work)
+        moved = p.to(work) * self.lambda_layer.to(work) - start
+        return torch.cat([q, q - start_q]), torch.cat([moved, start], 1)
 
     def orthogonality_regularization(self) -> tuple[Tensor, Tensor]:
         """(|P^T P - I|^2, |Q Q^T - I|^2): penalties that keep the factors orthogonal."""
