@@ -45,16 +45,17 @@ def weight_gen(
     split_w1 = decompose_both and not full_matrix and rank < max(out_l, in_m) / 2
     split_w2 = not full_matrix and rank < max(out_k, in_n) / 2
     w1 = w1a = w1b = w2 = w2a = w2b = t2 = None
+    # Drawn core first, then w2, then w1: the order of the LyCORIS generator, so one seed gives one start.
+    if not split_w2:
+        w2 = torch.zeros(out_k, in_n, *kernel)
+    elif tucker and any(size != 1 for size in kernel):
+        t2, w2a, w2b = _kaiming(rank, rank, *kernel), _kaiming(rank, out_k), torch.zeros(rank, in_n)
+    else:
+        w2a, w2b = _kaiming(out_k, rank), torch.zeros(rank, in_n, *kernel)
     if split_w1:
         w1a, w1b = _kaiming(out_l, rank), _kaiming(rank, in_m)
     else:
         w1 = _kaiming(out_l, in_m)
-    if not split_w2:
-        w2 = torch.zeros(out_k, in_n, *kernel)
-    elif tucker and any(size != 1 for size in kernel):
-        w2a, w2b, t2 = _kaiming(rank, out_k), torch.zeros(rank, in_n), _kaiming(rank, rank, *kernel)
-    else:
-        w2a, w2b = _kaiming(out_k, rank), torch.zeros(rank, in_n, *kernel)
     return w1, w1a, w1b, w2, w2a, w2b, t2
 
 
