@@ -185,9 +185,10 @@ class TLoraModule(Ranked):
         """
         work = accumulate_dtype(q, p)
         q, start_q = q.to(work), self.base_q.flatten(1).to(work)
-        start = self.base_p.flatten(1).to(work) * self.base_lambda.to(work)
-        moved = p.to(work) * self.lambda_layer.to(work) - start
-        return torch.cat([q, q - start_q]), torch.cat([moved, start], 1)
+        start_p, start = self.base_p.flatten(1).to(work), self.base_lambda.to(work)
+        values = self.lambda_layer.to(work)
+        moved = (p.to(work) - start_p) * values + start_p * (values - start)
+        return torch.cat([q, q - start_q]), torch.cat([moved, start_p * start], 1)
 
     def orthogonality_regularization(self) -> tuple[Tensor, Tensor]:
         """(|P^T P - I|^2, |Q Q^T - I|^2): penalties that keep the factors orthogonal."""

@@ -48,10 +48,11 @@ class _OutputSide(Delta):
         """Size of the aligned runs of channels that are mixed among themselves."""
 
     def _change(self, y: Tensor, turned: Tensor, scale: Tensor | None, strength: Scalar) -> Tensor:
-        """turned + m (v - 1)(y + turned): the change of y by rotation and rescale."""
+        """turned + m (v - 1)(y + turned): the change of y by rotation and rescale, rounded once."""
         if scale is None:
             return turned
-        return turned + (y + turned) * ((scale - 1) * strength)
+        share = (scale - 1) * strength
+        return (turned * (1 + share) + y * share).to(y.dtype)
 
     def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
         assert weight is not None
@@ -63,7 +64,7 @@ class _OutputSide(Delta):
     def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
         y = call.base() if base is None else base
         turned = self.turn(call.kernels.block_rotate, call.kernels.butterfly, y, call.op.channel_dim, strength)
-        scale = None if self.rescale is None else call.op.channels(self.rescale).to(y.dtype)
+        scale = None if self.rescale is None else call.op.channels(self.rescale.to(acc(self.rescale)))
         return self._change(y, turned, scale, strength)
 
 
