@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,14 +62,20 @@ def introduction(demo: Demo) -> str:
             f"deltafuse demo: teach a digit denoiser the {demo.digit}, which its base {seen}.",
             f"  base     {base:,} parameters, frozen; trained {demo.base.steps} steps on the digits"
             f" except {demo.base.left_out}",
-            f"  adapter  {settings.algo}, rank {recipe.rank}, alpha {recipe.alpha:g}, on {len(layers)} layers,"
-            f" {count:,} trainable parameters",
+            f"  adapter  {settings.algo}, rank {recipe.rank}, alpha {recipe.alpha:g}{_scale(layers)},"
+            f" on {len(layers)} layers, {count:,} trainable parameters",
             f"  data     {len(demo.task.images)} images of the {demo.digit} to train on,"
             f" {len(demo.task.held_out)} held out",
             f"  run      {settings.steps} steps of {demo.config.batch_size} images, learning rate {recipe.lr:g},"
             f" seed {settings.seed}",
         ]
     )
+
+
+def _scale(layers: Sequence[Any]) -> str:
+    """The scales in force, where the algorithm has one: LoKr with two full factors has 1 whatever alpha says."""
+    found = sorted({float(layer.scale) for layer in layers if getattr(layer, "scale", None) is not None})
+    return f" (scale {', '.join(f'{value:g}' for value in found)})" if found else ""
 
 
 def reload_line(result: DemoResult) -> str:

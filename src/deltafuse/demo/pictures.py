@@ -42,7 +42,7 @@ def draw_samples(before: Tensor, after: Tensor, titles: tuple[str, str], path: P
         axis.set_title(title)
         axis.axis("off")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
 
 

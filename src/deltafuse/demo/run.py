@@ -22,6 +22,7 @@ from .task import SAMPLES_NAME, DemoTask
 
 DEFAULT_STEPS = 300
 BATCH_SIZE = 64
+_HELD_OUT_POINTS = 6
 
 
 @dataclass(frozen=True)
@@ -123,4 +124,5 @@ def training_config(recipe: Recipe, settings: DemoSettings) -> TrainConfig:
         warmup=min(20, settings.steps // 5),
         seed=settings.seed,
         device="cpu",
+        eval_every=settings.steps // _HELD_OUT_POINTS,
     )
