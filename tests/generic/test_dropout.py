@@ -164,7 +164,11 @@ def test_certain_dropout_is_finite_and_zero(name: str) -> None:
         if not table.legal_rank(name, layer.base()):
             continue
         for options in ({}, {"weight_decompose": True}, {"weight_decompose": True, "wd_on_out": False}):
-            for dropouts in ({"dropout": 1.0}, {"rank_dropout": 1.0, "rank_dropout_scale": True}, {"module_dropout": 1.0}):
+            for dropouts in (
+                {"dropout": 1.0},
+                {"rank_dropout": 1.0, "rank_dropout_scale": True},
+                {"module_dropout": 1.0},
+            ):
                 adapter = table.build(name, layer.base(), options, **dropouts).train()
                 x = layer.x().requires_grad_(True)
                 for form in forms(name):

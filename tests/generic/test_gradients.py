@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -214,12 +214,6 @@ def test_float32_adapters_on_a_16_bit_base_get_float32_gradients(name: str, dtyp
                     assert float(grad.norm()) > 0, f"{form} {options}: {leaf}"
 
 
-def twice(run: Callable[[], Tensor], leaves: list[Tensor], dy: Tensor) -> tuple[Any, Any]:
-    out = run()
-    first = torch.autograd.grad(out, leaves, dy, retain_graph=True)
-    return first, torch.autograd.grad(out, leaves, dy)
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_second_backward_over_the_same_graph_gives_the_same(name: str) -> None:
     for kind in ("linear", "conv2d"):
@@ -229,5 +223,7 @@ def test_a_second_backward_over_the_same_graph_gives_the_same(name: str) -> None
         for form in forms(name):
             with attached(adapter, form) as hooked:
                 dy = torch.randn_like(hooked(x))
-                first, second = twice(lambda hooked=hooked: hooked(x), [x, *adapter.parameters()], dy)
+                leaves, out = [x, *adapter.parameters()], hooked(x)
+                first = torch.autograd.grad(out, leaves, dy, retain_graph=True)
+                second = torch.autograd.grad(out, leaves, dy)
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), form
