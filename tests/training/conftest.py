@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from .toy import TEST_DEVICE
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 
@@ -78,7 +80,7 @@ def text_flags(text_model: Path, text_data: Path, tmp_path: Path) -> list[object
     """Flags of a short text run into ``tmp_path / 'out'``."""
     return [
         *("train", "--task", "text", "--model", text_model, "--data", text_data, "--out", tmp_path / "out"),
-        *("--seq-len", 16, "--steps", 4, "--batch-size", 2, "--rank", 4, "--alpha", 2, "--device", "cpu"),
+        *("--seq-len", 16, "--steps", 4, "--batch-size", 2, "--rank", 4, "--alpha", 2, "--device", TEST_DEVICE),
     ]
 
 

@@ -51,7 +51,7 @@ def assert_refused(outcome: Any, out: Path, *words: str) -> None:
         (["--model", "absent.gguf"], ["absent.gguf"]),
         (["--optimizer", "adamm"], ["adamm", "adam"]),
         (["--optimizer", "rprop", "--weight-decay", "0.1"], ["weight_decay"]),
-        (["--mixed-precision", "fp16"], ["fp16"]),
+        (["--mixed-precision", "fp16", "--device", "cpu"], ["fp16"]),
         (["--steps", "0"], ["steps"]),
         (["--steps", "many"], ["--steps"]),
         (["--stepz", "3"], ["--stepz", "--steps"]),

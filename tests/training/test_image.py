@@ -16,12 +16,14 @@ from deltafuse.integrations.diffusers import load_denoiser
 from deltafuse.training.image import make_image_task, predict
 from deltafuse.training.images import Images, find_images
 
+from .toy import TEST_DEVICE
+
 Cli = Callable[..., Any]
 
 
 def flags(model: Path, data: Path, out: Path, *more: object) -> list[object]:
     return [
-        *("train", "--task", "image", "--model", model, "--data", data, "--out", out, "--device", "cpu"),
+        *("train", "--task", "image", "--model", model, "--data", data, "--out", out, "--device", TEST_DEVICE),
         *("--rank", 4, "--alpha", 2, "--batch-size", 6, "--eval-batches", 0, "--held-out", 0.25, *more),
     ]
 

@@ -19,7 +19,7 @@ from deltafuse.training.loop import NonFiniteError, run
 from deltafuse.training.state import read_step
 from deltafuse.training.task import EndlessShuffle
 
-from .toy import ToyTask, parameters, toy_model, toy_network, train_toy
+from .toy import TEST_DEVICE, ToyTask, parameters, toy_model, toy_network, train_toy
 
 
 def assert_same(one: Any, other: Any, tolerance: float = 0.0) -> None:
@@ -96,7 +96,7 @@ def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
             ToyTask(),
             model,
             toy_network(model, linear_dim=3),
-            TrainConfig(steps=9, device="cpu"),
+            TrainConfig(steps=9, device=TEST_DEVICE),
             tmp_path,
             resume=True,
         )
@@ -156,7 +156,7 @@ def test_a_failing_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(network, "save_weights", half_written)
     with pytest.raises(OSError, match="disk full"):
-        run(ToyTask(), model, network, TrainConfig(steps=2, device="cpu"), tmp_path)
+        run(ToyTask(), model, network, TrainConfig(steps=2, device=TEST_DEVICE), tmp_path)
     assert (tmp_path / "adapter.safetensors").read_bytes() == before
     assert not [p for p in tmp_path.iterdir() if "tmp" in p.name]
 
@@ -191,12 +191,23 @@ def test_bf16_trains_fp32_parameters(tmp_path: Path) -> None:
     assert factors == {torch.bfloat16}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fp16 needs a CUDA device")
+def test_fp16_on_a_gpu_trains_and_resumes(tmp_path: Path) -> None:
+    options = {"mixed_precision": "fp16", "device": "cuda"}
+    whole, _, expected = train_toy(tmp_path / "whole", steps=30, **options)
+    assert whole.evals[30]["loss"] < whole.evals[0]["loss"]
+    train_toy(tmp_path / "half", steps=12, **options)
+    _, _, resumed = train_toy(tmp_path / "half", steps=30, resume=True, **options)
+    assert_same(resumed, expected, tolerance=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"optimizer": "adamx"}, "adam"),
         ({"optimizer": "rprop", "weight_decay": 0.1}, "weight_decay"),
-        ({"mixed_precision": "fp16"}, "fp16"),
+        ({"mixed_precision": "fp16", "device": "cpu"}, "fp16"),
         ({"gradient_checkpointing": "non-reentrant"}, "gradient_checkpointing"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import deltafuse
 from deltafuse.training.config import TrainConfig
 from deltafuse.training.loop import TrainResult, run
 from deltafuse.training.task import make_loader, mean_loss
+
+TEST_DEVICE = os.environ.get("DELTAFUSE_TEST_DEVICE", "cpu")
 
 
 class ToyTask:
@@ -56,7 +59,7 @@ def train_toy(
     """Train, and give back the result, the model and the network."""
     model = toy_model()
     network = toy_network(model)
-    config = TrainConfig(**{"steps": 6, "lr": 1e-2, "batch_size": 8, "device": "cpu", **options})
+    config = TrainConfig(**{"steps": 6, "lr": 1e-2, "batch_size": 8, "device": TEST_DEVICE, **options})
     return run(task or ToyTask(), model, network, config, out, resume=resume), model, network
 
 

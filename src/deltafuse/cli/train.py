@@ -99,7 +99,8 @@ def run_command(values: dict[str, Any]) -> None:
     job = load_job(given, own["config"], resume)
     ready = prepare(job, resume=resume, overwrite=bool(own["overwrite"]), write=not own["dry_run"])
     if first_process():
-        typer.echo(describe(ready.model, ready.network, job.train.save_dtype))
+        rows = job.train.batch_size * job.seq_len if job.task == "text" else None
+        typer.echo(describe(ready.model, ready.network, job.train.save_dtype, rows))
     if own["dry_run"]:
         typer.echo("dry run: everything is in order; nothing was trained or written.")
         return

@@ -46,21 +46,27 @@ class Silent:
 
 
 class Speed:
-    """Steps per second over the last steps, the first (warm-up) step left out."""
+    """Steps per second over the last steps: without the first (warm-up) one, and without what lies between steps."""
 
     def __init__(self, total: int, done: int) -> None:
         self.total, self.done = total, done
-        self.marks: list[float] = [time.perf_counter()]
+        self.durations: list[float] = []
+        self.begun = time.perf_counter()
+
+    def begin(self) -> None:
+        """The next step begins now."""
+        self.begun = time.perf_counter()
 
     def tick(self, step: int) -> None:
-        self.done = step
-        self.marks = [*self.marks, time.perf_counter()][-16:]
+        """Step ``step`` is taken."""
+        now = time.perf_counter()
+        self.durations = [*self.durations, now - self.begun][-16:]
+        self.begun, self.done = now, step
 
     @property
     def rate(self) -> float:
-        marks = self.marks[1:] if len(self.marks) > 2 else self.marks
-        span = marks[-1] - marks[0]
-        return (len(marks) - 1) / span if span > 0 else 0.0
+        counted = self.durations[1:] or self.durations
+        return len(counted) / sum(counted) if sum(counted) > 0 else 0.0
 
     @property
     def eta(self) -> str:
@@ -88,6 +94,7 @@ class Plain:
         self.speed = Speed(total, done)
 
     def state(self, name: str) -> None:
+        self.speed.begin()
         if name != self.current and name in ("warming up", "evaluating", "sampling", "saving"):
             self.message(f"[{name}]")
         self.current = name
@@ -132,6 +139,7 @@ class Rich:
         self.bar.start()
 
     def state(self, name: str) -> None:
+        self.speed.begin()
         self.bar.update(self.row, state=name, refresh=True)
 
     def step(self, step: int, loss: float, lr: float) -> None:
