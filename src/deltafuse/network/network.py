@@ -138,6 +138,8 @@ class LycorisNetwork(nn.Module):
         if self._wants_norms() and "LayerNorm" in classes:
             names = {type(item).__name__ for item in root.modules() if norm_kind(item) is not None}
             classes.update(dict.fromkeys(sorted(names)))
+        if "Linear" in classes and any(isinstance(item, nn.MultiheadAttention) for item in root.modules()):
+            classes.setdefault("NonDynamicallyQuantizableLinear")  # its output projection, left out by name in build
         return tuple(classes)
 
     def _wants_norms(self) -> bool:
