@@ -443,6 +443,9 @@ class Adapter(Mergeable, StatefulModule):
             self._match_axis(magnitude)
         return tensors
 
+    def other_shapes(self, key: str) -> tuple[tuple[int, ...], ...]:
+        return (self._magnitude_shape(not self.wd_on_out),) if key == "dora_scale" else ()
+
     def _match_axis(self, magnitude: Tensor) -> None:
         """The axis is read from the shape of the stored magnitude; a square layer keeps the axis it was made with."""
         for on_out in (self.wd_on_out, not self.wd_on_out):

@@ -69,6 +69,17 @@ class StatefulModule(nn.Module):
             del state_dict[prefix + key]
         state_dict.update({prefix + name: value for name, value in adopted.items()})
 
+    def other_shapes(self, key: str) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a saved tensor that :meth:`adopt` takes besides the module's own."""
+        return ()
+
+    def refuse_misfits(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise where a file's tensor, by key without prefix, does not fit this module; nothing is changed."""
+        own = self.state_dict()
+        for key, value in tensors.items():
+            if key in own and tuple(value.shape) not in self.other_shapes(key):
+                self._reshape(key, value, own[key])
+
     def _reshape(self, name: str, value: Tensor, own: Tensor) -> Tensor:
         squeezed = [side for side in own.shape if side != 1] == [side for side in value.shape if side != 1]
         if squeezed and value.numel() == own.numel():

@@ -338,6 +338,7 @@ class LycorisNetwork(nn.Module):
         foreign = {key.partition(".")[0] for key in own} - names
         if own and len(foreign) == len({key.partition(".")[0] for key in own}):
             raise files.unmatched(foreign, self.rules.prefix, names, source)
+        self._refuse_misfits(own)
         state = dict(own)
         missing, unexpected = self.load_state_dict(state, strict=False)
         self._kept = (dict(kept), dict(metadata))
@@ -346,6 +347,15 @@ class LycorisNetwork(nn.Module):
         if unexpected:
             logger.warning(f"{source}: {len(unexpected)} keys match no layer: {', '.join(unexpected[:8])}")
         return {key: value for key, value in report.items() if value}
+
+    def _refuse_misfits(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise for a tensor that fits no layer's shape before any layer is loaded."""
+        groups: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            name, _, rest = key.partition(".")
+            groups.setdefault(name, {})[rest] = value
+        for adapter in self.loras:
+            adapter.refuse_misfits(groups.get(adapter.lora_name, {}))
 
     def save_weights(self, file: Any, dtype: torch.dtype | None = None, metadata: Any = None) -> None:
         """Write an adapter file (safetensors, or a PyTorch file by its ending), atomically, with metadata."""
