@@ -107,11 +107,16 @@ def split_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 def unmatched(names: Iterable[str], prefix: str, modules: Iterable[str], source: str) -> CheckpointError:
     """The error for a file's layers that the model lacks, naming the file's convention where it is another."""
     names, modules = sorted(names), list(modules)
-    convention = next((kind for kind, starts in FORMATS.items() if names and names[0].startswith(starts)), None)
+    convention = next((kind for kind, starts in FORMATS.items() if names and _begins(f"{names[0]}.", starts)), None)
     shown = ", ".join(f"'{name}'{_close(name, modules)}" for name in names[:8])
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     kind = f" The keys follow the {convention} convention; this reader takes '{prefix}_...'." if convention else ""
     return CheckpointError(f"{source}: {len(names)} entries match no layer of the model: {shown}{more}.{kind}")
+
+
+def _begins(name: str, starts: Iterable[str]) -> bool:
+    """Whether a layer's name opens one of the prefixes, or the other way round where only its first part is known."""
+    return any(name.startswith(start) or start.startswith(name) for start in starts)
 
 
 def _close(name: str, modules: list[str]) -> str:
