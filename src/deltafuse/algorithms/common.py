@@ -35,6 +35,8 @@ class Ranked(Adapter):
 
     scale: float
     lora_dim: int
+    _placeholder: float | None = None
+    """A file's alpha that plays no part, kept so that saving again writes what was read."""
 
     def set_scale(self, lora_dim: Any, alpha: Any, rs_lora: bool = False, *, ignore_alpha: bool = False) -> None:
         """alpha None or 0 means alpha = rank; ``ignore_alpha`` fixes the scale at 1 whatever was given."""
@@ -51,7 +53,7 @@ class Ranked(Adapter):
     @property
     def stored_alpha(self) -> float:
         """alpha as plain readers of the file need it: scale * rank."""
-        return self.scale * self.lora_dim
+        return self.scale * self.lora_dim if self._placeholder is None else self._placeholder
 
     def alpha_tensor(self) -> Tensor:
         """The stored alpha, unrounded by any cast of the module; float64 beside float64 factors."""
@@ -77,6 +79,8 @@ class Ranked(Adapter):
         stored = float(self.lora_dim) if alpha is None else as_float(alpha)
         if not self._fixed_scale:
             self.scale = (stored or float(self.lora_dim)) / self.lora_dim
+        elif alpha is not None:
+            self._placeholder = stored
         tensors["alpha"] = self.alpha_tensor()
         if getattr(self, "use_scalar", False):
             tensors["scalar"] = torch.ones(())
