@@ -165,8 +165,9 @@ class TLoraModule(Ranked):
         return mask[0] if mask.dim() == 2 and mask.shape[0] == 1 else mask
 
     def _variant(self) -> Any:
+        """Whether each sample has its own mask."""
         mask = get_timestep_mask(self.mask_group_id)
-        return None if mask is None else tuple(mask.shape)
+        return "per sample" if mask is not None and mask.dim() == 2 and mask.shape[0] > 1 else None
 
     def build_delta(self, rank_mask: Tensor | None, row_mask: Tensor | None) -> Delta:
         q: Any = self.q_layer.weight

@@ -190,10 +190,14 @@ class Adapter(Mergeable, StatefulModule):
         return self._run_beside(form, kernels, delta, x, self.org_forward(x, *args, **kwargs))
 
     def _idle(self) -> bool:
-        """Strength 0 with nothing to train: the base itself."""
+        """Strength 0 in eval mode: the base itself.
+
+        In training mode the layer runs whole even without gradients: a checkpoint's first pass draws what its
+        recompute draws.
+        """
         if torch.compiler.is_compiling():
             return False
-        return self._multiplier == 0 and not (self.training and torch.is_grad_enabled())
+        return self._multiplier == 0 and not self.training
 
     def _owns_forward(self) -> bool:
         """Whether the forward below this adapter is the layer's own, so that one product can do both."""
@@ -243,19 +247,20 @@ class Adapter(Mergeable, StatefulModule):
     def _form_of_call(self, x: Tensor, delta: Delta, owned: bool) -> tuple[str, Kernels]:
         """The form to run and the kernels to run it with; a compiled graph runs the references."""
         if torch.compiler.is_compiling():
-            dropout = bool(self.dropout) and self.training
-            return self._traced_form(self.training, owned, dropout, self.bypass_mode, self._variant()), _REFERENCE
+            mode = "dropout" if self.dropout and self.training else "plain"
+            return self._traced_form(self.training, owned, mode, self.bypass_mode, self._variant()), _REFERENCE
         chosen = self._plan_call(x, delta, owned)
         return chosen.form, chosen.kernels
 
     def _plan_call(self, x: Tensor, delta: Delta, owned: bool) -> Plan:
-        learning = self.training and torch.is_grad_enabled()
+        """The plan of this call. Training mode decides, not the gradient mode: a checkpoint runs one form twice."""
         rows = bucket(self.geometry.rows(x))
         requested = policy.requested_backend()
-        key = (rows, x.dtype, x.device, learning, owned, requested, self.bypass_mode, self.training, self._variant())
+        dropout = bool(self.dropout)
+        key = (rows, x.dtype, x.device, owned, requested, self.bypass_mode, self.training, dropout, self._variant())
         found = self._plans.get(key)
         if found is None:
-            problem = Problem(self.geometry, rows, compute_dtype(x), x.device, learning)
+            problem = Problem(self.geometry, rows, compute_dtype(x), x.device, self.training)
             found = self._plans[key] = plan(delta, problem, self._needs(owned), requested)
         return found
 
