@@ -468,7 +468,7 @@ def test_a_step_moves_the_adapter_only(algo):
     losses = []
     for _ in range(6):
         loss = (model(x) - target).square().mean()
-        losses.append(float(loss))
+        losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
