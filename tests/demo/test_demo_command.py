@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 import pytest
@@ -153,3 +154,17 @@ def test_a_file_that_differs_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("deltafuse.training.loop.save_adapter", spoiled)
     assert run(["demo", "--steps", "2", "--out", str(tmp_path / "run")]) == 1
     assert "NOT the same" in capsys.readouterr().err
+
+
+def test_interruption_saves_and_says_so(tmp_path, monkeypatch, capsys):
+    """The first SIGINT ends the run after the step; exit code 130, the adapter of that step is there."""
+    from deltafuse.training.progress import Silent
+
+    class Impatient(Silent):
+        def step(self, step, loss, lr):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("deltafuse.training.progress.make_progress", Impatient)
+    assert run(["demo", "--steps", "5", "--out", str(tmp_path / "run")]) == 130
+    assert "after step 1" in capsys.readouterr().err
+    assert (tmp_path / "run" / "adapter.safetensors").is_file()

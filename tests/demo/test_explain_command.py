@@ -71,3 +71,38 @@ def test_refusals(arguments, words, capsys):
     message = capsys.readouterr().err
     for word in words:
         assert word in message
+
+
+def save_denoiser(path):
+    diffusers = pytest.importorskip("diffusers")
+    diffusers.UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).save_pretrained(path)
+
+
+def save_language_model(path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(path)
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+
+
+@pytest.mark.parametrize("save", [save_denoiser, save_language_model])
+def test_model_directories(save, tmp_path, capsys):
+    save(tmp_path)
+    capsys.readouterr()
+    assert run(["explain", "--algo", "loha", "--model", str(tmp_path), "--json"]) == 0
+    rows = rows_of(capsys)
+    assert rows
+    assert {row["algorithm"] for row in rows} == {"loha"}

@@ -44,6 +44,10 @@ def demo(
     prepared = Demo(settings)
     print(introduction(prepared))
     result = prepared.run(make_progress())
+    if result.training.interrupted:
+        place = result.training.adapter
+        typer.echo(f"interrupted after step {result.training.steps}; the adapter so far is '{place}'", err=True)
+        raise typer.Exit(130)
     print(summary(prepared, result))
     if not result.reload_ok:
         typer.echo(reload_line(result), err=True)
