@@ -31,8 +31,7 @@ def pair(name: str, layer: table.Layer, options: dict[str, Any], **dropouts: Any
     base = layer.base()
     one = table.build(name, base, options, **dropouts)
     two = table.build(name, copy.deepcopy(base), options)
-    state = {key: value for key, value in one.state_dict(keep_vars=False).items()}
-    two.load_state_dict({key: value.clone() for key, value in state.items()})
+    two.load_state_dict({key: value.clone() for key, value in one.state_dict().items()})
     for target, source in zip(two.parameters(), one.parameters(), strict=True):
         target.data.copy_(source.data)
     return one.train(), two.eval()

@@ -41,9 +41,44 @@ def plain(base: nn.Module, change: Tensor, x: Tensor) -> Tensor:
     return base(x) + F.conv2d(x, change, None, base.stride, base.padding, base.dilation, base.groups)
 
 
-def gate_for(form: str, options: dict[str, Any]) -> float:
+def staged(name: str, adapter: Any, options: dict[str, Any], x: Tensor, m: float) -> Tensor:
+    """The same for a butterfly: its stages one after the other on 16-bit activations, then gain and bias."""
+    base = adapter.org_module[0]
+    dtype, axis = x.dtype, 1 if x.dim() > 2 else -1
+    twin, wide = copy.deepcopy(adapter).double(), copy.deepcopy(base).double()
+    t = oracle.tensors_of(twin)
+    mixed = 1.0 if options.get("weight_decompose") else m
+    gain = torch.ones((), dtype=torch.float64)
+    if options.get("weight_decompose"):
+        whole = wide.weight + oracle.boft(t, wide.weight, table.setting(name, wide, options), 1.0)
+        kept = 0 if options.get("wd_on_out", True) else 1
+        others = [dim for dim in range(whole.dim()) if dim != kept]
+        gain = (t["dora_scale"] / whole.pow(2).sum(others, keepdim=True).sqrt()).reshape(-1)
+    spread = gain.to(dtype).reshape(-1, *(1,) * (x.dim() - 2)) if gain.dim() and x.dim() > 2 else gain.to(dtype)
+    on_input = not options.get("wd_on_out", True)
+    plain_y = F.linear(x, base.weight) if isinstance(base, nn.Linear) else base._conv_forward(x, base.weight, None)
+    scaled = x * spread if on_input else x
+    y = F.linear(scaled, base.weight) if x.dim() == 2 else base._conv_forward(scaled, base.weight, None)
+    blocks = t["oft_blocks"]
+    bound = float(options.get("constraint", 0)) * wide.weight.shape[0]
+    turns = oracle._cayley(blocks - blocks.transpose(-1, -2), bound).reshape(blocks.shape)
+    for stage in range(blocks.shape[0]):
+        reach, count = 2**stage * blocks.shape[-1] // 2, y.shape[axis]
+        order = [(i // (2 * reach)) * 2 * reach + (i % 2) * reach + (i % (2 * reach)) // 2 for i in range(count)]
+        turn = torch.block_diag(*oracle._towards(turns[stage], mixed)).to(dtype)
+        turned = torch.einsum("ij,j...->i...", turn, y.movedim(axis, 0)[order])
+        y = torch.empty_like(turned).index_copy(0, torch.tensor(order), turned).movedim(0, axis)
+    shape = (-1, *(1,) * (x.dim() - 2)) if x.dim() > 2 else (-1,)
+    if "rescale" in t:
+        y = y * (1 + mixed * (t["rescale"].reshape(shape) - 1)).to(dtype)
+    if options.get("weight_decompose"):
+        y = plain_y * (1 - m) + y * (m if on_input else m * spread)
+    return y if base.bias is None else y + base.bias.reshape(shape)
+
+
+def gate_for(name: str, form: str, options: dict[str, Any]) -> float:
     """Half as much again; twice where a chain has a product or a rounding more than the dense expression has."""
-    longer = form == "beside" or options.get("weight_decompose") or options.get("use_tucker")
+    longer = form == "beside" or name == "boft" or options.get("weight_decompose") or options.get("use_tucker")
     return 2.0 if longer else 1.5
 
 
@@ -66,9 +101,11 @@ def test_sixteen_bit_error_is_no_worse_than_plain_code(name: str, kind: str, dty
         eager = plain(base, weight.to(dtype), x)
         if bias is not None:
             eager = eager + (bias if x.dim() == 2 else bias[:, None, None]).to(dtype)
+        if name == "boft":
+            eager = staged(name, adapter, options, x, 0.7)
         distance = float((eager.double() - want).norm())
         for form in forms(name):
-            gate = gate_for(form, options) * distance
+            gate = gate_for(name, form, options) * distance
             with attached(adapter, form) as hooked, torch.no_grad():
                 got = hooked(x)
             assert got.dtype == dtype
@@ -161,7 +198,7 @@ def skew_factors(name: str, adapter: Any) -> None:
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_inf_and_nan_stay(name: str, bad: float, dtype: torch.dtype) -> None:
-    """Ranks are even: with an odd inner dimension PyTorch's bfloat16 product on some CPUs reads the next row times 0."""
+    """Ranks are even: for an odd inner dimension PyTorch's bfloat16 product on some CPUs reads the next row times 0."""
     rank = 2 if name in ("loha", "tlora") else None
     for options in ({}, {"weight_decompose": True}):
         adapter = table.build(name, LAYERS["linear"].base(dtype), options, rank=rank, dtype=torch.float32)

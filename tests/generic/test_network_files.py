@@ -239,7 +239,7 @@ def test_lokr_with_two_full_matrices_ignores_alpha(alpha: float) -> None:
         torch.testing.assert_close(dense, want.get_diff_weight()[0], rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("algo", ("locon", "loha", "lokr", "glora", "tlora", "dylora"))
+@pytest.mark.parametrize("algo", ["locon", "loha", "lokr", "glora", "tlora", "dylora"])
 @pytest.mark.parametrize("rank", [2, 5, 8])
 def test_rs_lora_is_saved_so_that_plain_readers_agree(algo: str, rank: int) -> None:
     always = {"block_size": 1} if algo == "dylora" else {}
