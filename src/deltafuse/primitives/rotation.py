@@ -55,16 +55,20 @@ def block_rotate(y: Tensor, delta: Tensor, dim: int, transpose: bool) -> Tensor:
 def butterfly(y: Tensor, deltas: Tensor, strength: Any, dim: int) -> Tensor:
     """deltas (m, num, b, b) hold R_i - I. Stage i mixes channels whose distance is 2^i b/2.
 
-    The change is accumulated stage by stage, D <- D + strength (R_i - I)(y + D), so nothing cancels.
+    The change is accumulated stage by stage, D <- D + strength (R_i - I)(y + D), in float32 or better, so nothing
+    cancels and D is rounded once.
     """
     stages, _, size, _ = deltas.shape
-    total = torch.zeros_like(y)
+    work = accumulate_dtype(y)
+    total: Tensor | None = None
     for stage in range(stages):
         stride = 2**stage * (size // 2)
-        mixed = _pair_up(y + total, dim, stride)
-        turned = block_rotate(mixed, deltas[stage], dim, False)
-        total = total + _pair_down(turned, dim, stride) * strength
-    return total
+        now = y if total is None else (y + total).to(y.dtype)
+        turned = block_rotate(_pair_up(now, dim, stride), deltas[stage], dim, False)
+        step = _pair_down(turned, dim, stride).to(work) * strength
+        total = step if total is None else total + step
+    assert total is not None
+    return total.to(y.dtype)
 
 
 def _pair_up(y: Tensor, dim: int, stride: int) -> Tensor:
