@@ -122,7 +122,7 @@ def test_base_is_frozen_and_untouched(tmp_path: Path) -> None:
     network.restore()
     after = model.state_dict()
     for name, value in before.items():  # running statistics of the batch norm included
-        assert torch.equal(after[name], value), name
+        assert torch.equal(after[name].cpu(), value), name
 
 
 def test_base_keeps_its_gradients_on_request(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_base_keeps_its_gradients_on_request(tmp_path: Path) -> None:
     for name, value in model.named_parameters():
         if name in before:
             assert value.requires_grad
-            assert torch.equal(value, before[name])
+            assert torch.equal(value.cpu(), before[name])
 
 
 def test_non_finite_loss_stops_and_keeps_the_last_good_file(tmp_path: Path) -> None:

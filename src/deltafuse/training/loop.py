@@ -146,12 +146,12 @@ class _Loop:
             self.parts.load(self.out / STATE_FILE)
         if self.accelerator.process_index:  # every process its own noise, also after a resume
             seed_everything(config_seed(self.config.seed, self.accelerator.process_index, started))
-        self.ui.start(self.config.steps, started)
         self.metrics = Metrics(
             self.out / METRICS_FILE if self.main else None,
             resume_step=started if resume else None,
             tensorboard=self.config.tensorboard,
         )
+        self.ui.start(self.config.steps, started)
         try:
             if started == 0:
                 self._evaluate(0)
@@ -215,9 +215,8 @@ class _Loop:
     def _step(self, batches: Iterator[Any], step: int) -> dict[str, float]:
         """One optimizer step over ``grad_accum`` micro-batches; the numbers for the log."""
         begun, config = time.perf_counter(), self.config
-        lr = self.scheduler.get_last_lr()[0]
+        lr = float(self.optimizer.param_groups[0]["lr"])
         losses = []
-        norm = torch.zeros(())
         for _ in range(config.grad_accum):
             with self.accelerator.accumulate(self.wrapped):
                 loss = self.wrapped(next(batches))
@@ -225,21 +224,21 @@ class _Loop:
                 losses.append(loss.detach().float())
                 if self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.parameters, config.max_grad_norm or math.inf)
-                    mean = self._checked(torch.stack(losses).mean(), norm, step)
+                    mean, size = self._checked(torch.stack(losses).mean(), norm, step)
                     self.optimizer.step()
                     self.optimizer.zero_grad(set_to_none=True)
         if not self.accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-        values = {"loss": mean, "lr": float(lr), "grad_norm": float(norm)}
+        values = {"loss": mean, "lr": lr, "grad_norm": size}
         values.update(self._limit_norms())
         return {**values, "seconds": time.perf_counter() - begun}
 
-    def _checked(self, loss: torch.Tensor, norm: torch.Tensor, step: int) -> float:
-        """The loss as a number, before the optimizer may write anything it spoils. One synchronisation per step."""
+    def _checked(self, loss: torch.Tensor, norm: torch.Tensor, step: int) -> tuple[float, float]:
+        """Both as numbers, before the optimizer may write anything they spoil. One synchronisation per step."""
         value, size = torch.stack([loss, norm.to(loss)]).tolist()
         scaled = self.accelerator.scaler is not None  # an infinite scaled gradient is the scaler's business
         if math.isfinite(value) and (math.isfinite(size) or scaled):
-            return value
+            return value, size
         what = f"loss {value}" if not math.isfinite(value) else f"gradient norm {size}"
         raise NonFiniteError(
             f"step {step}: {what}; training stopped. {self._last_good()} "

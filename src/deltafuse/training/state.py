@@ -77,6 +77,10 @@ class Resumable:
                 own[name].copy_(tensor)
         self.optimizer.load_state_dict(content["optimizer"])
         self.scheduler.load_state_dict(content["scheduler"])
+        for group, base, factor in zip(
+            self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(self.scheduler.last_epoch)  # the schedule may be longer than it was
         if self.scaler is not None and content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         restore_random_state(content["random"])
