@@ -119,6 +119,9 @@ class Decomposed(Delta):
     def _bypass_rows(self, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
         base = call.base()
         rows = call.op.channels(gain)
+        if isinstance(self.inner, LowRank) and not call.dropout:
+            kept = call.kernels.channel_scale(base, 1 + (rows - 1) * strength)
+            return self.inner.scaled(0, gain, call.op).add_to(kept, call, strength)
         inner = call.drop(self.inner.masked_branch(call, 1.0, base)).to(base.dtype)
         kept = call.kernels.channel_scale(base, 1 + (rows - 1) * strength)
         return kept + call.kernels.channel_scale(inner, rows * strength)
@@ -126,6 +129,8 @@ class Decomposed(Delta):
     def _bypass_columns(self, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
         columns = call.op.channels(gain.repeat(call.op.groups))
         base = call.base(call.kernels.channel_scale(call.x, 1 + (columns - 1) * strength))
+        if isinstance(self.inner, LowRank) and not call.dropout:
+            return self.inner.scaled(1, gain, call.op).add_to(base, call, strength)
         scaled = replace(call, x=call.kernels.channel_scale(call.x, columns))
         whole = isinstance(strength, (int, float)) and strength == 1
         inner_base = None if not self.inner.multiplicative else base if whole else scaled.base()

@@ -17,7 +17,7 @@ from ..core.geometry import LayerOp
 from ..core.precision import branch_dtype, compute_dtype
 from ..core.verdict import Verdict
 from ..primitives import Kernels, lowrank
-from ..primitives.gemm import plain_math
+from ..primitives.gemm import add_product, plain_math
 from .base import YES, Call, Delta, Scalar, acc, product_cost, times
 
 
@@ -93,6 +93,20 @@ class LowRank(Delta):
         h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
         up = self.factor(strength).to(h.dtype)
         return call.kernels.gemm_epilogue(call.x, call.weight, call.bias, h, up)
+
+    def add_to(self, y: Tensor, call: Call, strength: Scalar) -> Tensor:
+        """y + branch, for a linear layer in one operation."""
+        if call.op.is_conv or self.row_mask is not None:
+            return y + self.masked_branch(call, strength).to(y.dtype)
+        h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
+        return add_product(y, h, self.factor(strength).to(h.dtype))
+
+    def scaled(self, axis: int, gain: Tensor, op: LayerOp) -> LowRank:
+        """The same delta with its output rows (axis 0) or input columns (axis 1) times ``gain``."""
+        if axis == 0:
+            return replace(self, up=self.up * gain.to(acc(self.up))[:, None])
+        spread = gain.to(acc(self.down)).repeat_interleave(op.window if self.mid is None else 1)
+        return replace(self, down=self.down_matrix() * spread)
 
     def _conv_branch(self, call: Call, strength: Scalar) -> Tensor:
         op = call.op

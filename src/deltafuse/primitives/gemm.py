@@ -30,10 +30,13 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 def gemm_epilogue(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor | None, up: Tensor | None) -> Tensor:
     """See the module's formula. Output dtype is the base product's; the sum is rounded to it once."""
     y = F.linear(x, weight, bias)
-    if h is None or up is None:
-        return y
+    return y if h is None or up is None else add_product(y, h, up)
+
+
+def add_product(y: Tensor, h: Tensor, up: Tensor) -> Tensor:
+    """y + h up^T in y's dtype, in one operation where the dtypes agree."""
     if h.dtype != y.dtype or h.numel() == 0:
         return (y + product(h, up)).to(y.dtype)
-    with plain_math(x):
+    with plain_math(y):
         flat = torch.addmm(y.reshape(-1, y.shape[-1]), h.reshape(-1, h.shape[-1]), up.t())
     return flat.view(y.shape)

@@ -6,6 +6,7 @@ norm_compose: |W + up down| per row or column from W, the factors and their Gram
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,49 +23,57 @@ def _root(squares: Tensor) -> Tensor:
     return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
 
 
-def _chunks(weight: Tensor) -> int:
-    """Rows at a time such that the float32 copy of a chunk stays small."""
-    return max(1, _CHUNK_BYTES // max(1, 4 * weight[:1].numel()))
-
-
 def _squares(weight: Tensor, axis: int, work: torch.dtype) -> Tensor:
-    """Sums of squares of a 2-D weight per row (axis 0) or column (axis 1), a chunk of rows at a time."""
-    if weight.dtype == work:
-        return weight.square().sum(1 - axis)
-    parts = [piece.to(work).square().sum(1 - axis) for piece in weight.split(_chunks(weight))]
-    return torch.cat(parts) if axis == 0 else torch.stack(parts).sum(0)
+    """Sums of squares of a 2-D weight per row (axis 0) or column (axis 1), accumulated wide in one pass."""
+    if weight.requires_grad:
+        return weight.to(work).square().sum(1 - axis)
+    return torch.linalg.vector_norm(weight, dim=1 - axis, dtype=work).square()
+
+
+def _split(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float32 matrix as two 16-bit ones side by side, high and low parts, whose sum keeps 16 bits of mantissa."""
+    high = factor.to(dtype)
+    return torch.cat([high, (factor - high.to(factor.dtype)).to(dtype)], 1)
+
+
+def _wide_product(weight: Tensor, factor: Tensor) -> Tensor:
+    """weight (a, b) in 16 bits times factor (b, r) in float32 -> (a, r) float32, with no float32 copy of weight.
+
+    On CUDA one 16-bit product with float32 output over the factor's two halves; elsewhere a chunk of rows at a time.
+    """
+    rank = factor.shape[1]
+    if weight.is_cuda and weight.dtype == torch.bfloat16 and _has_wide_output():
+        both = torch.mm(weight, _split(factor, weight.dtype), out_dtype=torch.float32)
+        return both[:, :rank] + both[:, rank:]
+    rows = max(1, _CHUNK_BYTES // max(1, 4 * weight.shape[1]))
+    return torch.cat([piece.to(factor.dtype) @ factor for piece in weight.split(rows)])
+
+
+@lru_cache(maxsize=1)
+def _has_wide_output() -> bool:
+    """Whether torch.mm can write float32 from 16-bit operands."""
+    return "out_dtype" in str(torch.ops.aten.mm.dtype._schema) if hasattr(torch.ops.aten.mm, "dtype") else False
 
 
 class _Project(torch.autograd.Function):
-    """W F^T (axis 0) or W^T F (axis 1) in float32 for a frozen 16-bit W, without keeping a float32 W."""
+    """W F (W (a, b) 16-bit and frozen, F (b, r) float32) in float32, without keeping a float32 W."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, factor: Tensor, axis: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, factor: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.axis = axis
-        pieces = weight.split(_chunks(weight))
-        if axis == 0:
-            return torch.cat([piece.to(factor.dtype) @ factor.t() for piece in pieces])
-        rows = factor.split([piece.shape[0] for piece in pieces])
-        return torch.stack([piece.to(factor.dtype).t() @ row for piece, row in zip(pieces, rows, strict=True)]).sum(0)
+        return _wide_product(weight, factor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         (grad,) = grads
         (weight,) = ctx.saved_tensors
-        pieces = weight.split(_chunks(weight))
-        if ctx.axis == 0:
-            parts = grad.split([piece.shape[0] for piece in pieces])
-            both = zip(parts, pieces, strict=True)
-            return None, torch.stack([part.t() @ piece.to(grad.dtype) for part, piece in both]).sum(0), None
-        return None, torch.cat([piece.to(grad.dtype) @ grad for piece in pieces]), None
+        return None, _wide_product(weight.t(), grad.contiguous())
 
 
-def _project(weight: Tensor, factor: Tensor, axis: int) -> Tensor:
-    if weight.dtype != factor.dtype and not weight.requires_grad:
-        return _Project.apply(weight, factor, axis)
-    wide = weight.to(factor.dtype)
-    return wide @ factor.t() if axis == 0 else wide.t() @ factor
+def _project(weight: Tensor, factor: Tensor) -> Tensor:
+    if weight.dtype != factor.dtype and not weight.requires_grad and not torch.compiler.is_compiling():
+        return _Project.apply(weight, factor)
+    return weight.to(factor.dtype) @ factor
 
 
 @primitive("|M| over all axes but one")
@@ -86,7 +95,7 @@ def norm_compose(weight: Tensor, up: Tensor, down: Tensor, axis: int) -> Tensor:
     work = accumulate_dtype(weight, up, down)
     up, down = up.to(work), down.to(work)
     near, far = (up, down) if axis == 0 else (down.t(), up.t())
-    cross = _project(weight, far if axis == 0 else up, axis)
+    cross = _project(weight if axis == 0 else weight.t(), far.t())
     gram = far @ far.t()
     squares = _squares(weight, axis, work) + 2 * (cross * near).sum(1) + ((near @ gram) * near).sum(1)
     return _root(squares)
