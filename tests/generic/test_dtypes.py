@@ -103,7 +103,7 @@ def test_sixteen_bit_error_is_no_worse_than_plain_code(name: str, kind: str, dty
             eager = eager + (bias if x.dim() == 2 else bias[:, None, None]).to(dtype)
         if name == "boft":
             eager = staged(name, adapter, options, x, 0.7)
-        distance = float((eager.double() - want).norm())
+        distance = float((eager.double() - want).norm().detach())
         for form in forms(name):
             gate = gate_for(name, form, options) * distance
             with attached(adapter, form) as hooked, torch.no_grad():
