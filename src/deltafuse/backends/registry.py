@@ -64,12 +64,24 @@ class Selection:
 
 _backends: dict[str, Backend] = {}
 _tables: dict[tuple[str, tuple[str, ...]], Kernels] = {}
+_changes = 0
+
+
+def changes() -> int:
+    """How often the list of backends has changed: part of the key of every cached plan."""
+    return _changes
+
+
+def _changed() -> None:
+    global _changes
+    _changes += 1
+    _tables.clear()
 
 
 def register_backend(backend: Backend) -> Backend:
     """Add ``backend`` (or replace the one of the same name)."""
     _backends[backend.name] = backend
-    _tables.clear()
+    _changed()
     policy.know_backend(backend.name)
     return backend
 
@@ -77,7 +89,7 @@ def register_backend(backend: Backend) -> Backend:
 def unregister_backend(name: str) -> None:
     """Remove a backend registered from outside."""
     _backends.pop(name, None)
-    _tables.clear()
+    _changed()
     if name not in BUILT_IN and name not in PLANNED:
         policy.forget_backend(name)
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import backends
 from ..bases import Base, base_for
 from ..core import policy
 from ..core.errors import OptionError, TargetError
@@ -151,7 +152,10 @@ class Adapter(Mergeable, StatefulModule):
 
     def _strength(self, x: Tensor) -> Any:
         """A float in eager mode; a 0-d tensor where a compiled or captured graph must not freeze it."""
-        strength: Any = self._strength_tensor if torch.compiler.is_compiling() else self._multiplier
+        strength: Any = self._multiplier
+        if torch.compiler.is_compiling():
+            wide = x.dtype == torch.float64
+            strength = self._strength_tensor if wide else self._strength_tensor.to(torch.float32)
         if self.module_dropout and self.training:
             strength = keep_scalar(self.module_dropout, x) * strength
         return strength
@@ -256,8 +260,8 @@ class Adapter(Mergeable, StatefulModule):
         """The plan of this call. Training mode decides, not the gradient mode: a checkpoint runs one form twice."""
         rows = bucket(self.geometry.rows(x))
         requested = policy.requested_backend()
-        dropout = bool(self.dropout)
-        key = (rows, x.dtype, x.device, owned, requested, self.bypass_mode, self.training, dropout, self._variant())
+        modes = (owned, self.training, bool(self.dropout), self.bypass_mode, self._variant())
+        key = (rows, compute_dtype(x), x.device, requested, backends.changes(), modes)
         found = self._plans.get(key)
         if found is None:
             problem = Problem(self.geometry, rows, compute_dtype(x), x.device, self.training)
