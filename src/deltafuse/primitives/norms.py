@@ -24,9 +24,11 @@ def _root(squares: Tensor) -> Tensor:
 
 
 def _squares(weight: Tensor, axis: int, work: torch.dtype) -> Tensor:
-    """Sums of squares of a 2-D weight per row (axis 0) or column (axis 1), accumulated wide in one pass."""
-    if weight.requires_grad:
-        return weight.to(work).square().sum(1 - axis)
+    """Sums of squares of a 2-D weight per row (axis 0) or column (axis 1), accumulated wide in one pass.
+
+    One expression for frozen and differentiated weights alike: a magnitude taken from W and the norm of W + 0 must
+    agree to the last bit.
+    """
     return torch.linalg.vector_norm(weight, dim=1 - axis, dtype=work).square()
 
 
