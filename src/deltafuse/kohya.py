@@ -21,7 +21,7 @@ from .core.errors import CheckpointError
 from .logging import logger
 from .network import LycorisNetwork, Rules, behind, files, lora_name, no_match
 from .network.create import network_arguments
-from .network.network import _mark_inputs
+from .network.network import mark_inputs
 from .network.options import check_used, read_options
 from .utils.general import str_bool
 from .utils.hashes import safetensors_data_hash
@@ -446,7 +446,7 @@ class LycorisNetworkKohya(LycorisNetwork):
         """As on other networks, with the inputs of each model marked."""
         if not getattr(self, "_marks", None):
             super().enable_gradient_checkpointing()
-            self._marks += [part.model.register_forward_pre_hook(_mark_inputs, with_kwargs=True) for part in self.parts]
+            self._marks += [part.model.register_forward_pre_hook(mark_inputs, with_kwargs=True) for part in self.parts]
 
 
 _COMMON_CLASSES = frozenset({*FULL_UNET_MODULES, *FULL_TEXT_ENCODER_MODULES})

@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .algorithms import algorithm_names, get_algorithm
-from .config import PRESET
 from .network import files
 from .network.create import build_from_tensors, network_arguments, rules_for
 from .network.network import LycorisNetwork
 from .network.options import ALIASES
-from .utils.preset import read_preset
+from .utils.preset import resolve_preset
 
 network_module_dict = {name: get_algorithm(main).module_class for name, main in algorithm_names().items()}
 deprecated_arg_dict = {"disable_conv_cp": "use_tucker", **{key: ALIASES[key] for key in ("use_cp", "use_conv_cp")}}
@@ -35,15 +34,8 @@ def create_lycoris(
     ShapeError where a dimension has no legal block.
     """
     arguments, rest = network_arguments(linear_dim, linear_alpha, kwargs, frozenset())
-    rules = rules_for(_preset(rest.get("preset", "full")), "preset" in rest)
+    rules = rules_for(resolve_preset(rest.get("preset", "full")), "preset" in rest)
     return LycorisNetwork(module, multiplier=multiplier, warn_on_unmatched=warn_on_unmatched, rules=rules, **arguments)
-
-
-def _preset(preset: Any) -> Any:
-    """A preset's keys from a built-in name, a TOML file or a mapping."""
-    if isinstance(preset, str):
-        return PRESET[preset] if preset in PRESET else read_preset(preset)
-    return preset.to_dict() if hasattr(preset, "to_dict") else preset
 
 
 def create_lycoris_from_weights(

@@ -6,18 +6,29 @@ from typing import Any
 
 from .errors import OptionError
 
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"", "0", "false", "no", "off", "none"}
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def as_bool(name: str, value: Any) -> bool:
-    """A plain yes or no; None is no."""
-    if value is None or isinstance(value, (bool, int)):
+    """A switch: bool, 0 or 1, or one of 1/0, true/false, yes/no, on/off in any case; None is False.
+
+    Anything else raises OptionError, so that a misspelled "flase" does not turn an option on.
+    """
+    if value is None:
+        return False
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in _TRUE or word in _FALSE:
+            return word in _TRUE
+    elif isinstance(value, bool) or (_is_number(value) and value in (0, 1)):
         return bool(value)
-    folded = str(value).strip().lower()
-    if folded in _TRUE or folded in _FALSE:
-        return folded in _TRUE
-    raise OptionError(f"option {name}={value!r} is neither yes nor no. Legal: true, false, yes, no, on, off, 1, 0.")
+    place = f"option {name}: " if name else ""
+    raise OptionError(f"{place}cannot read {value!r} as a switch. Legal: true, false, yes, no, on, off, 1, 0.")
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__int__") and hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
 
 
 def as_int(name: str, value: Any) -> int:

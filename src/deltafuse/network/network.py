@@ -413,7 +413,7 @@ class LycorisNetwork(nn.Module):
         if getattr(self, "_marks", None):
             return
         root = self.root[0]
-        self._marks = [root.register_forward_pre_hook(_mark_inputs, with_kwargs=True)]
+        self._marks = [root.register_forward_pre_hook(mark_inputs, with_kwargs=True)]
         for module in root.modules():
             if isinstance(module, nn.Embedding):
                 self._marks.append(module.register_forward_hook(_mark_output))
@@ -435,7 +435,8 @@ def _layer_note(adapter: Any) -> dict[str, Any]:
     return note
 
 
-def _mark_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
+def mark_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
+    """Forward pre-hook: floating inputs that are leaves need a gradient from here on."""
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor) and item.is_floating_point() and item.is_leaf and torch.is_grad_enabled():
             item.requires_grad_(True)
