@@ -195,7 +195,8 @@ class Hadamard(Delta):
 
     def dense_cost(self, op: LayerOp) -> Cost:
         each = product_cost(op.out, self.up1.shape[1], op.fan_in, 4)
-        return each + each + Cost(bytes=12.0 * op.out * op.fan_in, launches=1)
+        elements = op.out * op.fan_in
+        return each + each + Cost(bytes=12.0 * elements, launches=1, saved=8.0 * elements)
 
     def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
         return () if self.mid1 is not None or self.row_mask is not None else ("lowrank_merge",)

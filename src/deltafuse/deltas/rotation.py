@@ -126,7 +126,8 @@ class Butterfly(_OutputSide):
     def dense_cost(self, op: LayerOp) -> Cost:
         stages, _, block, _ = self.blocks.shape
         elements = op.out * op.fan_in
-        return Cost(2.0 * elements * block * stages, 24.0 * elements * stages, 6 * stages)
+        traffic, saved = 24.0 * elements * stages, 6.0 * elements * stages
+        return Cost(2.0 * elements * block * stages, traffic, 6 * stages, saved)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
         return ("cayley_delta", "butterfly")
