@@ -158,11 +158,18 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+        self.fresh: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+        """Only operations whose outputs own their memory: no views, nothing in place."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [item for item in torch.utils._pytree.tree_leaves(out) if isinstance(item, Tensor)]
-        self.calls.append((func._schema.name, tuple(tuple(item.shape) for item in tensors)))
+        call = (func._schema.name, tuple(tuple(item.shape) for item in tensors))
+        self.calls.append(call)
+        inputs = {id(item) for item in torch.utils._pytree.tree_leaves((args, kwargs))}
+        aliases = any(item.alias_info is not None for item in func._schema.returns)
+        if not aliases and not any(id(item) in inputs for item in tensors):
+            self.fresh.append(call)
         return out
 
     @property
