@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ..demo.recipes import Recipe
     from ..demo.run import Demo, DemoResult
 
 
@@ -66,8 +67,8 @@ def introduction(demo: Demo) -> str:
             f"deltafuse demo: teach a digit denoiser the {demo.digit}, which its base {seen}.",
             f"  base     {base:,} parameters, frozen; trained {demo.base.steps} steps on the digits"
             f" except {demo.base.left_out}",
-            f"  adapter  {settings.algo}, rank {recipe.rank}, alpha {recipe.alpha:g}{_scale(layers)},"
-            f" on {len(layers)} layers, {count:,} trainable parameters",
+            f"  adapter  {settings.algo}{_size(recipe, layers)}, on {len(layers)} layers,"
+            f" {count:,} trainable parameters",
             f"  data     {len(demo.task.images)} images of the {demo.digit} to train on,"
             f" {len(demo.task.held_out)} held out",
             f"  run      {settings.steps} steps of {demo.config.batch_size} images, learning rate {recipe.lr:g},"
@@ -76,10 +77,12 @@ def introduction(demo: Demo) -> str:
     )
 
 
-def _scale(layers: Sequence[Any]) -> str:
-    """The scales in force, where the algorithm has one: LoKr with two full factors has 1 whatever alpha says."""
-    found = sorted({float(layer.scale) for layer in layers if getattr(layer, "scale", None) is not None})
-    return f" (scale {', '.join(f'{value:g}' for value in found)})" if found else ""
+def _size(recipe: Recipe, layers: Sequence[Any]) -> str:
+    """Rank, alpha and the scales in force, where the algorithm has them; LoKr with two full factors has scale 1."""
+    text = f", rank {recipe.rank}" if any(hasattr(layer, "lora_dim") for layer in layers) else ""
+    scales = sorted({float(layer.scale) for layer in layers if getattr(layer, "scale", None) is not None})
+    shown = ", ".join(f"{value:g}" for value in scales)
+    return f"{text}, alpha {recipe.alpha:g} (scale {shown})" if scales else text
 
 
 def reload_line(result: DemoResult) -> str:
