@@ -144,3 +144,14 @@ def test_every_form_gives_the_oracles_delta(name: str, kind: str) -> None:
         return
     bad = check(name, layer)
     assert not bad, f"{len(bad)} differ:\n" + "\n".join(bad[:20])
+
+
+def test_the_table_reaches_every_layout_of_lokr() -> None:
+    """Either factor whole or low-rank, both low-rank, and a Tucker core."""
+    seen = set()
+    for layer in table.LAYERS.values():
+        for options in table.variants("lokr"):
+            adapter = table.build("lokr", layer.base(), options, stirred=False)
+            seen.add((adapter.use_w1, adapter.use_w2, adapter.tucker))
+    wanted = {(one, two, False) for one in (True, False) for two in (True, False)}
+    assert seen >= wanted | {(True, False, True), (False, False, True)}
