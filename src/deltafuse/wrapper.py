@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .algorithms import algorithm_names, get_algorithm
 from .network import files
-from .network.create import build_from_tensors, network_arguments, rules_for
+from .network.create import apply_notes, build_from_tensors, network_arguments, rules_for
 from .network.network import LycorisNetwork
 from .network.options import ALIASES
 from .utils.preset import resolve_preset
@@ -48,6 +48,7 @@ def create_lycoris_from_weights(
     tensors, metadata = (weights_sd, {}) if weights_sd is not None else files.read_file(file)
     network = LycorisNetwork(module, multiplier=multiplier, init_only=True)
     build_from_tensors(network, module, tensors, str(file or "weights_sd"), bool(kwargs.pop("strict", True)))
+    apply_notes(network, metadata)
     network.set_multiplier(multiplier)
     network._kept = (files.split_kept(tensors)[1], metadata)
     return network, tensors

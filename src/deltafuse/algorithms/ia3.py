@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.messages import say_once
 from ..deltas import ChannelScale, Delta
 from ..layers.adapter import Adapter
 from .registry import register_algorithm
@@ -67,6 +68,8 @@ class IA3Module(Adapter):
         self.weight = nn.Parameter(torch.zeros(shape))
         self.register_buffer("on_input", torch.tensor(int(self.train_input)))
         self.decompose(weight_decompose, wd_on_out, detach_norm)
+        if self.wd and self.wd_on_out != self.train_input:
+            say_once(f"layer '{lora_name}': ia3 scales what this decomposition normalizes: only the magnitude acts")
 
     def build_delta(self, rank_mask: Tensor | None, row_mask: Tensor | None) -> Delta:
         return ChannelScale(self.weight.flatten(), self.train_input, row_mask)

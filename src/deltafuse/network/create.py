@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,18 @@ def build_from_tensors(
     network.lora_dim, network.network_module = max(ranks, default=0), network.loras[0].name
     network.alpha = next((item.stored_alpha for item in network.loras if hasattr(item, "stored_alpha")), None)
     logger.info(f"{len(network.loras)} modules read from {source}")
+
+
+def apply_notes(network: LycorisNetwork, metadata: Mapping[str, str]) -> None:
+    """What tensors cannot say and metadata does: whether a decomposed layer trains through its norm."""
+    try:
+        notes = json.loads(metadata.get("deltafuse_layers", "{}"))
+    except json.JSONDecodeError:
+        logger.warning("the metadata entry 'deltafuse_layers' is not JSON and was left out")
+        return
+    for adapter in network.loras:
+        if adapter.wd:
+            adapter.detach_norm = bool(notes.get(adapter.lora_name, {}).get("detach_norm", adapter.detach_norm))
 
 
 def _read_layer(tensors: Mapping[str, Tensor], name: str, module: nn.Module, source: str) -> Any:
