@@ -37,7 +37,7 @@ def test_held_out_loss_falls_clearly(cli: Cli, gguf_file: Path, tmp_path: Path) 
             *("train", "--task", "text", "--model", gguf_file, "--out", tmp_path / "out", "--device", "cpu"),
             *(item for name in TRAIN for item in ("--data", library / name)),
             *(item for name in HELD_OUT for item in ("--held-out-data", library / name)),
-            *("--algo", "lokr", "--rank", 16, "--lr", 0.003, "--steps", 40, "--seq-len", 128, "--batch-size", 4),
+            *("--algo", "lokr", "--rank", 16, "--lr", 0.005, "--steps", 40, "--seq-len", 128, "--batch-size", 4),
             *("--eval-batches", 8),
         )
     finally:
