@@ -21,6 +21,7 @@ from ..core.errors import OptionError, TargetError
 from ..core.geometry import LayerOp
 from ..core.precision import compute_dtype
 from ..core.problem import Plan, Problem
+from ..core.tracing import constant_when_traced
 from ..deltas import Call, Decomposed, Delta
 from ..primitives import Kernels, kernel_table
 from ..primitives.norms import weight_norm
@@ -276,7 +277,7 @@ class Adapter(Mergeable, StatefulModule):
         forced = {None: None, True: "bypass", False: "merged"}[self.bypass_mode]
         return Needs(branch_only=not owned, dropout=bool(self.dropout) and self.training, forced=forced)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_when_traced
     def _traced_form(self, training: bool, owned: bool, *_: Any) -> str:
         """The form of a compiled graph: planned while tracing, once, for a nominal row count that no call changes.
 
