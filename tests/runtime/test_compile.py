@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import deltafuse
 from deltafuse.algorithms import algorithms
+from deltafuse.core.tracing import constant_when_traced
 from deltafuse.modules.tlora import clear_timestep_mask, set_timestep_mask
 
 from .support import Adapted, assert_same, assert_trains, build, cases, kinds_of, step, takes
@@ -133,6 +134,16 @@ def test_timestep_masks_of_each_sample() -> None:
         set_timestep_mask((torch.rand(batch, 4) < 0.5).float())
         equals_eager(case, call, batch)
     assert graphs() <= 2
+
+
+def test_the_mark_is_the_one_of_pytorch() -> None:
+    def one() -> int:
+        return 1
+
+    def other() -> int:
+        return 1
+
+    assert vars(constant_when_traced(one)) == vars(torch.compiler.assume_constant_result(other))
 
 
 class Block(nn.Module):
