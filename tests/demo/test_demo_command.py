@@ -43,7 +43,7 @@ def held_out(out):
 @pytest.mark.parametrize("algo", ["lokr", "lora", "boft"])
 def test_writes_all_files_and_reloads(algo, tmp_path, capsys):
     out = tmp_path / "run"
-    assert run(["demo", "--algo", algo, "--steps", "10", "--out", str(out)]) == 0
+    assert run(["demo", "--algo", algo, "--steps", "5", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     for name in FILES:
         assert (out / name).stat().st_size > 0, name
@@ -52,7 +52,7 @@ def test_writes_all_files_and_reloads(algo, tmp_path, capsys):
     assert "Try next" in printed
     before, *_, after = held_out(out)
     assert after < before
-    assert len([record for record in numbers(out) if "loss" in record]) == 10
+    assert len([record for record in numbers(out) if "loss" in record]) == 5
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "samples.png").read_bytes().startswith(b"\x89PNG")
 
