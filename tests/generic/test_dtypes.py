@@ -78,7 +78,9 @@ def staged(name: str, adapter: Any, options: dict[str, Any], x: Tensor, m: float
 
 def gate_for(name: str, form: str, options: dict[str, Any]) -> float:
     """Half as much again; twice where a chain has a product or a rounding more than the dense expression has."""
-    longer = form == "beside" or name == "boft" or options.get("weight_decompose") or options.get("use_tucker")
+    longer = (
+        form == "beside" or name in ("boft", "lokr") or options.get("weight_decompose") or options.get("use_tucker")
+    )
     return 2.0 if longer else 1.5
 
 

@@ -148,9 +148,7 @@ def boft(t: Tensors, weight: Tensor, s: Setting, m: float) -> Tensor:
     matrix = _flat(weight)
     for stage in range(stages):
         reach = 2**stage * size // 2
-        order = [
-            (i // (2 * reach)) * 2 * reach + (i % 2) * reach + (i % (2 * reach)) // 2 for i in range(out)
-        ]
+        order = [(i // (2 * reach)) * 2 * reach + (i % 2) * reach + (i % (2 * reach)) // 2 for i in range(out)]
         shuffle = torch.zeros(out, out, dtype=weight.dtype)
         for place, source in enumerate(order):
             shuffle[place, source] = 1.0
@@ -166,7 +164,9 @@ def ia3(t: Tensors, weight: Tensor, s: Setting, m: float) -> Tensor:
         return torch.einsum("o,o...->o...", m * vector, weight)
     rows, per_group = weight.shape[0] // s.groups, weight.shape[1]
     parts = [
-        torch.einsum("i,oi...->oi...", m * vector[g * per_group : (g + 1) * per_group], weight[g * rows : (g + 1) * rows])
+        torch.einsum(
+            "i,oi...->oi...", m * vector[g * per_group : (g + 1) * per_group], weight[g * rows : (g + 1) * rows]
+        )
         for g in range(s.groups)
     ]
     return torch.cat(parts)
