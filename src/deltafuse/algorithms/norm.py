@@ -103,9 +103,6 @@ class NormModule(Adapter):
             return self._run_whole(x, weight, bias)
         return self._run_added(x, weight, bias, self.org_forward(x, *args, **kwargs))
 
-    def _owns_forward(self) -> bool:
-        return self.base.owned and getattr(self.org_forward, "__func__", None) is type(self.org_module[0]).forward
-
     def _run_whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """One norm with the summed weight and bias."""
         whole = self.base.norm.affine

@@ -206,7 +206,18 @@ class Adapter(Mergeable, StatefulModule):
 
     def _owns_forward(self) -> bool:
         """Whether the forward below this adapter is the layer's own, so that one product can do both."""
-        return self.base.owned and getattr(self.org_forward, "__func__", None) is type(self.org_module[0]).forward
+        return self._over_own_forward and self.base.owned
+
+    @property
+    def org_forward(self) -> Any:
+        """The forward below this adapter: the layer's own, or that of what sits between."""
+        return self._org_forward
+
+    @org_forward.setter
+    def org_forward(self, forward: Any) -> None:
+        # Decided when it changes: a traced graph compares bound methods by identity and would never say yes.
+        self._org_forward = forward
+        self._over_own_forward = getattr(forward, "__func__", None) is type(self.org_module[0]).forward
 
     def _call(self, kernels: Any, delta: Delta, x: Tensor, strength: Any) -> Call:
         bias = self.base.bias()
