@@ -32,7 +32,7 @@ def test_other_metadata_is_no_obstacle(tmp_path):
     with safe_open(tmp_path / "b.safetensors", "pt") as handle:
         metadata = handle.metadata()
     assert metadata["mine"] == "1"
-    assert json.loads(metadata["deltafuse_layers"])["lycoris_0"]["algo"] == "locon"
+    assert json.loads(metadata["deltafuse_layers"])["*"]["algo"] == "locon"
 
 
 def test_a_decomposition_that_hides_ia3_is_said(caplog):

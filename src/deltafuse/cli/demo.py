@@ -38,10 +38,12 @@ def demo(
 ) -> None:
     """Check everything, train, show where things are; exit code 1 if the written file does not reload."""
     from ..demo.run import Demo, DemoSettings
-    from ..training.adapter import parse_options
+    from ..training.adapter import OWN_FLAGS, parse_options
     from ..training.progress import make_progress
 
-    settings = DemoSettings(algo, steps, out, rank, alpha, lr, seed, digit, strength, parse_options(option or []))
+    settings = DemoSettings(
+        algo, steps, out, rank, alpha, lr, seed, digit, strength, parse_options(option or [], OWN_FLAGS)
+    )
     prepared = Demo(settings)
     print(introduction(prepared))
     result = prepared.run(make_progress())

@@ -106,7 +106,7 @@ def _from_file(path: Path, model: nn.Module) -> Any:
 
 
 def _new(question: Question, model: nn.Module, preset: dict[str, Any] | None) -> Any:
-    from ..training.adapter import build_network, parse_options
+    from ..training.adapter import OWN_FLAGS, build_network, parse_options
     from ..training.config import AdapterConfig
     from ..training.targets import LINEAR_AND_CONV
 
@@ -121,7 +121,7 @@ def _new(question: Question, model: nn.Module, preset: dict[str, Any] | None) ->
         return build_network(model, config, LINEAR_AND_CONV)
     from .. import create_lycoris
 
-    options = parse_options(question.options)
+    options = parse_options(question.options, OWN_FLAGS)
     return create_lycoris(
         model,
         1.0,

@@ -77,7 +77,8 @@ def apply_notes(network: LycorisNetwork, metadata: Mapping[str, str]) -> None:
         return
     for adapter in network.loras:
         if adapter.wd:
-            adapter.detach_norm = bool(notes.get(adapter.lora_name, {}).get("detach_norm", adapter.detach_norm))
+            note = notes.get(adapter.lora_name, notes.get("*", {}))
+            adapter.detach_norm = bool(note.get("detach_norm", adapter.detach_norm))
 
 
 def _read_layer(tensors: Mapping[str, Tensor], name: str, module: nn.Module, source: str) -> Any:

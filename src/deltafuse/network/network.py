@@ -371,7 +371,7 @@ class LycorisNetwork(nn.Module):
         name = algorithm if isinstance(algorithm, str) else getattr(algorithm, "name", str(algorithm))
         options = {key: value for key, value in self.options.items() if value not in (None, False, 0, 0.0)}
         options["algo"] = name
-        layers = {item.lora_name: _layer_note(item) for item in self.loras if not item.not_supported}
+        layers = _brief({item.lora_name: _layer_note(item) for item in self.loras if not item.not_supported})
         return {"dim": self.lora_dim, "alpha": self.alpha, "options": options, "layers": layers}
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -425,6 +425,15 @@ class LycorisNetwork(nn.Module):
         if not norms:
             return 0, 0.0, 0.0
         return sum(bool(scaled) for scaled, _ in results), sum(norms) / len(norms), max(norms)
+
+
+def _brief(notes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The commonest note once, under "*", and the layers that differ from it."""
+    if not notes:
+        return {}
+    listed = list(notes.values())
+    common = max(listed, key=listed.count)
+    return {"*": common, **{name: note for name, note in notes.items() if note != common}}
 
 
 def _layer_note(adapter: Any) -> dict[str, Any]:

@@ -51,14 +51,29 @@ class Report(Sequence[Row]):
         return {"rows": rows, "rows_planned": self.rows_planned, "skipped": list(self.skipped), "totals": self.totals}
 
     def __str__(self) -> str:
+        shared = self._shared_reason()
         cells = [[_cell(getattr(row, name)) for name in _COLUMNS] for row in self.rows]
-        widths = [max(len(line[i]) for line in [list(_COLUMNS), *cells]) for i in range(len(_COLUMNS))]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-                 for line in [list(_COLUMNS), ["-" * width for width in widths], *cells]]  # fmt: skip
+        for line in cells:
+            line[-1] = line[-1].removesuffix(shared)
+        lines = _aligned([list(_COLUMNS), *cells])
         total = ", ".join(f"{key.replace('_', ' ')} {value:,}" for key, value in self.totals.items())
         lines.append(f"{len(self.rows)} layers planned for {self.rows_planned} rows: {total}")
+        if shared:
+            lines.append(f"backend {shared.removeprefix('; ')}")
         lines.extend(f"skipped: {line}" for line in self.skipped)
         return "\n".join(lines)
+
+    def _shared_reason(self) -> str:
+        """Why the backend was chosen, where every row says the same: printed once."""
+        tails = {row.reason[row.reason.rfind("; auto") :] for row in self.rows if "; auto" in row.reason}
+        return tails.pop() if len(tails) == 1 else ""
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    """Rows of cells as lines, a rule under the first."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    ruled = [table[0], ["-" * width for width in widths], *table[1:]]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in ruled]
 
 
 def _cell(value: Any) -> str:

@@ -30,7 +30,7 @@ class _Scale(torch.autograd.Function):
 
 
 def _vector_grad(grad: Tensor, x: Tensor, vector: Tensor) -> Tensor:
-    """Sum of grad * x over every axis the vector lacks; float16 terms are widened first, bfloat16's range needs none."""
+    """Sum of grad * x over every axis the vector lacks; float16 terms are widened first, for their range."""
     shape = (1,) * (x.dim() - vector.dim()) + tuple(vector.shape)
     axes = [axis for axis, side in enumerate(shape) if side == 1 and x.shape[axis] != 1]
     terms = grad * x if x.dtype == torch.bfloat16 else grad.to(vector.dtype) * x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from ..core.errors import OptionError, TargetError, unknown_name
 from .config import AdapterConfig
 from .targets import LINEAR_AND_CONV, adaptable, in_blocks, resolve
 
-_HAVE_FLAGS = {
+HAVE_FLAGS = {
     "algo": "--algo",
     "linear_dim": "--rank",
     "linear_alpha": "--alpha",
@@ -22,6 +22,10 @@ _HAVE_FLAGS = {
     "preset": "--preset",
     "multiplier": "--strength",
 }
+
+
+OWN_FLAGS = {key: flag for key, flag in HAVE_FLAGS.items() if not key.startswith("conv_")}
+"""Those of commands without flags for convolutions."""
 
 
 def build_network(model: nn.Module, config: AdapterConfig, kinds: tuple[type[nn.Module], ...]) -> Any:
@@ -132,7 +136,7 @@ def parse_override(text: str) -> tuple[str, dict[str, Any]]:
     return pattern.strip(), options
 
 
-def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+def parse_options(texts: Sequence[str], flags: Mapping[str, str] = HAVE_FLAGS) -> dict[str, Any]:
     """``key=value`` texts: true, false, none, numbers, strings; names that have a flag of their own are refused."""
     options: dict[str, Any] = {}
     for text in texts:
@@ -140,8 +144,8 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
         key = key.strip().replace("-", "_")
         if not equals or not key or not value.strip():
             raise OptionError(f"option 'option' is '{text}'; it must look like 'dora_wd=true'.")
-        if key in _HAVE_FLAGS:
-            raise OptionError(f"option '{key}' has a flag of its own: use {_HAVE_FLAGS[key]}.")
+        if key in flags:
+            raise OptionError(f"option '{key}' has a flag of its own: use {flags[key]}.")
         options[key] = _value(value.strip())
     return options
 
