@@ -1,6 +1,6 @@
 """Make the table of docs/benchmarks.md from the raw results in benchmarks/results/<card>/steps.json.
 
-    python benchmarks/report.py            # rewrites the part between the markers
+It takes no arguments and rewrites the part between the markers.
 """
 
 from __future__ import annotations
