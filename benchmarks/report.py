@@ -1,4 +1,4 @@
-"""Make the table of docs/benchmarks.md from the raw results in benchmarks/results/<card>/steps.json.
+"""Make the table of docs/benchmarks.md from the raw results in benchmarks/results/<card>/steps*.json.
 
 It takes no arguments and rewrites the part between the markers.
 """
@@ -22,25 +22,36 @@ def cell(arm: dict[str, Any] | None, frozen: float) -> str:
         return "-"
     if not arm["samples"]:
         return "fails: " + arm["error"].partition(": ")[2][:60]
-    ms = statistics.median(arm["samples"])
+    ms = median(arm)
     return f"{ms:.1f} ms, {ms / frozen:.2f}x, {arm['peak_mb']:.0f} MB"
 
 
-def table(record: dict[str, Any]) -> str:
-    """The step table of one results file, every row shown."""
-    arms = {arm["name"]: arm for arm in record["arms"]}
-    frozen = statistics.median(arms["frozen"]["samples"])
-    names = list(dict.fromkeys(name.partition(" | ")[0] for name in arms if " | " in name))
+def table(records: list[dict[str, Any]]) -> str:
+    """The step table of one card's files, every row shown; each ratio is to the frozen step of its own file."""
+    facts, dimensions = records[0]["provenance"], shape(records[0]["shape"])
+    frozen = " and ".join(cell(found["frozen"], median(found["frozen"])) for found in map(by_name, records))
     lines = [
-        f"{record['provenance']['card']}, torch {record['provenance']['torch']}, {shape(record['shape'])}. "
-        f"Frozen step: {cell(arms['frozen'], frozen)}.",
+        f"{facts['card']}, torch {facts['torch']}, {dimensions}. Frozen step (one a run): {frozen}.",
         "",
         "| adapter | " + " | ".join(COLUMNS) + " |",
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
-    for name in names:
-        lines.append(f"| {name} | " + " | ".join(cell(arms.get(f"{name} | {key}"), frozen) for key in COLUMNS) + " |")
+    for found in map(by_name, records):
+        base = median(found["frozen"])
+        for name in dict.fromkeys(name.partition(" | ")[0] for name in found if " | " in name):
+            cells = (cell(found.get(f"{name} | {key}"), base) for key in COLUMNS)
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def by_name(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Arms by name."""
+    return {arm["name"]: arm for arm in record["arms"]}
+
+
+def median(arm: dict[str, Any]) -> float:
+    """Median milliseconds a step."""
+    return statistics.median(arm["samples"])
 
 
 def shape(values: dict[str, Any]) -> str:
@@ -53,7 +64,8 @@ def shape(values: dict[str, Any]) -> str:
 
 def main() -> None:
     """Rewrite the tables between the markers."""
-    parts = [table(json.loads(path.read_text())) for path in sorted(ROOT.glob("results/*/steps.json"))]
+    folders = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir())
+    parts = [table([json.loads(path.read_text()) for path in sorted(card.glob("steps*.json"))]) for card in folders]
     before, _, rest = PAGE.read_text().partition(START)
     after = rest.partition(END)[2]
     PAGE.write_text(f"{before}{START}\n" + "\n\n".join(parts) + f"\n{END}{after}")

@@ -15,7 +15,6 @@ import gc
 import importlib
 import importlib.util
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -131,11 +130,14 @@ class Runner:
             parameter.grad = None
 
     def check(self) -> None:
-        """Several steps so that randomly trained blocks are met; every gradient finite and somewhere non-zero."""
-        for _ in range(8):
-            self.step()
-        bad = [item for item in self.parameters if item.grad is None or not torch.isfinite(item.grad).all()]
-        dead = [item for item in self.parameters if item.grad is not None and not item.grad.any()]
+        """Gradients of every adapter tensor finite and non-zero, within the steps that drawing each block may take."""
+        for _ in range(16):
+            for _ in range(4):
+                self.step()
+            bad = [p for p in self.parameters if p.grad is None or not torch.isfinite(p.grad).all()]
+            dead = [p for p in self.parameters if p.grad is not None and not p.grad.any()]
+            if not bad and not dead:
+                break
         self.clear()
         if bad or dead:
             raise RuntimeError(f"{len(bad)} missing or non-finite and {len(dead)} zero gradients")
@@ -195,11 +197,19 @@ def run_arm(arm: Arm, frozen: Arm, shape: Shape, device: str, steps: int, rounds
             measure(runner, target, steps, device)
 
 
-def provenance(device: str) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+def provenance(device: str, commit: str) -> dict[str, Any]:
+    git = ["git", "rev-parse", "--verify", "-q", "HEAD"]
+    commit = commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     found = {name: importlib.util.find_spec(name) is not None for name in ("triton", "lycoris")}
-    return {"card": card, "torch": torch.__version__, "commit": commit or os.environ.get("COMMIT", ""), **found}
+    return {"card": card, "torch": torch.__version__, "commit": commit, **found}
+
+
+def save(options: argparse.Namespace, shape: Shape, done: list[Arm]) -> None:
+    """Raw results so far, so that a run cut short keeps what it measured."""
+    facts = provenance(options.device, options.commit)
+    record = {"provenance": facts, "shape": asdict(shape), "arms": [asdict(arm) for arm in done]}
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -209,6 +219,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, for a smoke run")
     parser.add_argument("--compiled", action="store_true", help="add compiled arms")
     parser.add_argument("--only", nargs="*", default=[], help="adapters to run")
+    parser.add_argument("--commit", default="", help="recorded where the machine has no git history")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -228,11 +239,10 @@ def main() -> None:
             torch.cuda.empty_cache()
         base = statistics.median(reference.samples)
         ms = statistics.median(target.samples) if target.samples else float("nan")
+        save(options, shape, done)
         print(
             f"{target.name:34s} {ms:8.2f} ms {ms / base:6.3f}x peak {target.peak_mb:7.0f} MB {target.error}", flush=True
         )
-    record = {"provenance": provenance(options.device), "shape": asdict(shape), "arms": [asdict(arm) for arm in done]}
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
