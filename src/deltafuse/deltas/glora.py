@@ -52,13 +52,12 @@ class Generalized(Delta):
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
         if call.dropout or self.row_mask is not None:
             return super().bypass(call, strength)
-        x = call.x + self._shift(call, strength).to(call.x.dtype)
         if call.op.is_conv:
-            y = call.base(x)
+            y = call.base(call.x + self._shift(call, strength).to(call.x.dtype))
             return call.with_bias(y + self.epilogue.branch(call, strength).to(y.dtype))
+        x = self.prologue.add_to(call.x, call, strength)
         h = call.kernels.lowrank_down(call.x, self.epilogue.down_matrix())
-        up = self.epilogue.factor(strength).to(h.dtype)
-        return call.kernels.gemm_epilogue(x, call.weight, call.bias, h, up)
+        return call.kernels.gemm_epilogue(x, call.weight, call.bias, h, *self.epilogue.parts(strength))
 
     def can_merge(self, op: LayerOp) -> Verdict:
         return self.epilogue.can_merge(op)

@@ -44,14 +44,28 @@ class LowRank(Delta):
     def per_sample(self) -> bool:
         return self.rank_mask is not None and self.rank_mask.dim() == 2
 
+    def parts(self, strength: Scalar) -> tuple[Tensor, float]:
+        """(up with every tensor scalar and the shared rank mask folded in, the plain number left to multiply by).
+
+        The number rides in a product for nothing; without tensor scalars, up is the parameter itself.
+        """
+        number = float(self.scale)
+        scalars = [] if self.gain is None else [self.gain]
+        if self.rank_mask is not None and not self.per_sample:
+            scalars.append(self.rank_mask)
+        if isinstance(strength, (int, float)):
+            number *= strength
+        else:
+            scalars.append(strength)
+        up = self.up.to(acc(self.up, self.down)) if scalars else self.up
+        for scalar in scalars:
+            up = up * scalar.to(up.dtype)
+        return up, number
+
     def factor(self, strength: Scalar) -> Tensor:
         """up with every scalar and the shared rank mask folded in, float32 or better."""
-        up = times(self.up.to(acc(self.up, self.down)), self.scale)
-        if self.gain is not None:
-            up = up * self.gain
-        if self.rank_mask is not None and not self.per_sample:
-            up = up * self.rank_mask.to(up.dtype)
-        return times(up, strength)
+        up, number = self.parts(strength)
+        return times(up.to(acc(self.up, self.down)), number)
 
     def down_matrix(self) -> Tensor:
         return self.down.flatten(1)
@@ -91,15 +105,15 @@ class LowRank(Delta):
         if call.op.is_conv or call.dropout or self.row_mask is not None:
             return super().bypass(call, strength)
         h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
-        up = self.factor(strength).to(h.dtype)
-        return call.kernels.gemm_epilogue(call.x, call.weight, call.bias, h, up)
+        up, number = self.parts(strength)
+        return call.kernels.gemm_epilogue(call.x, call.weight, call.bias, h, up, number)
 
     def add_to(self, y: Tensor, call: Call, strength: Scalar) -> Tensor:
         """y + branch, for a linear layer in one operation."""
         if call.op.is_conv or self.row_mask is not None:
             return y + self.masked_branch(call, strength).to(y.dtype)
         h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
-        return add_product(y, h, self.factor(strength).to(h.dtype))
+        return add_product(y, h, *self.parts(strength))
 
     def scaled(self, axis: int, gain: Tensor, op: LayerOp) -> LowRank:
         """The same delta with its output rows (axis 0) or input columns (axis 1) times ``gain``."""
