@@ -7,8 +7,9 @@ import hooks are swapped for the length of a ``with`` block only.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 
 NAME = "lycoris"
@@ -27,7 +28,7 @@ def _is_alias_finder(finder: object) -> bool:
     return kind.__module__.split(".")[0] == "deltafuse"
 
 
-class NameSwitch:
+class NameSwitch(ABC):
     """A meaning of the name ``lycoris``, entered many times; an entry inside another of its own does nothing."""
 
     def __init__(self) -> None:
@@ -49,9 +50,9 @@ class NameSwitch:
             sys.modules.update(outer_modules)
             sys.meta_path[:] = outer_finders
 
-    @contextmanager
-    def _meaning(self) -> Iterator[None]:
-        raise NotImplementedError
+    @abstractmethod
+    def _meaning(self) -> AbstractContextManager[None]:
+        """Make the name mean this package until the block ends."""
 
 
 class PublishedLycoris(NameSwitch):

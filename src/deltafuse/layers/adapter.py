@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -300,12 +301,15 @@ class Adapter(Mergeable, StatefulModule):
         return form
 
     def nominal_plan(self, rows: int = NOMINAL_ROWS, owned: bool | None = None) -> Plan:
-        """The plan for ``rows`` rows, as reported by ``explain``."""
+        """The plan of the bucket ``rows`` rows fall in, with saved bytes for ``rows``, as ``explain`` reports it."""
         weight = self.base.module.weight
         dtype = weight.dtype if isinstance(weight, Tensor) and weight.dtype.itemsize > 1 else torch.float32
         problem = problem_for(self.geometry, rows, dtype, weight.device, self.training)  # type: ignore[arg-type]
         beside = not (self._owns_forward() if owned is None else owned)
-        return plan(self.delta(), problem, self._needs(not beside), policy.requested_backend())
+        found = plan(self.delta(), problem, self._needs(not beside), policy.requested_backend())
+        if found.form != "bypass":
+            return found
+        return replace(found, cost=replace(found.cost, saved=found.cost.saved * rows / problem.rows))
 
     # -- attach and detach -----------------------------------------------------------------------------------------
 
