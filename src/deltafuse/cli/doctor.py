@@ -16,15 +16,6 @@ from .tables import print_table
 _DISTRIBUTION = "deltafuse"
 _DEVELOPER_EXTRAS = ("test", "dev")
 _ENVIRONMENT_PREFIXES = ("DELTAFUSE_", "LYCORIS_KERNEL_")
-_KNOWN_ENVIRONMENT = (
-    "DELTAFUSE_BACKEND",
-    "DELTAFUSE_CACHE_DIR",
-    "DELTAFUSE_DEBUG_WARNINGS",
-    "DELTAFUSE_DETERMINISTIC",
-    "DELTAFUSE_STRICT",
-    "DELTAFUSE_TUNE",
-)
-
 Facts = dict[str, Any]
 
 
@@ -161,9 +152,10 @@ def _install_advice(packages: list[Facts]) -> list[str]:
 
 def _environment_advice(environment: dict[str, str]) -> list[str]:
     from ..core.errors import unknown_name
+    from ..core.policy import VARIABLES
 
-    strangers = [name for name in environment if name.startswith("DELTAFUSE_") and name not in _KNOWN_ENVIRONMENT]
-    return [unknown_name("environment variable", name, _KNOWN_ENVIRONMENT) for name in strangers]
+    strangers = [name for name in environment if name not in VARIABLES]
+    return [unknown_name("environment variable", name, VARIABLES, "has no effect") for name in strangers]
 
 
 def _print(facts: Facts) -> None:

@@ -11,6 +11,8 @@ from .errors import OptionError, unknown_name
 
 AUTO = "auto"
 BACKEND_VARIABLES = ("DELTAFUSE_BACKEND", "LYCORIS_KERNEL_BACKEND")
+VARIABLES = (*BACKEND_VARIABLES, "DELTAFUSE_STRICT")
+"""Every environment variable this version reads."""
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 
