@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.factorize import butterfly_blocks
 from ..deltas import Butterfly, Delta
 from .common import check_rank
-from .oft import RotationModule
+from .oft import RotationModule, stored_blocks
 from .registry import register_algorithm
 
 
@@ -76,7 +76,7 @@ class ButterflyOFTModule(RotationModule):
 
     @classmethod
     def algo_check(cls, state_dict: dict[str, Tensor], lora_name: str) -> bool:
-        blocks = state_dict.get(f"{lora_name}.oft_blocks")
+        blocks = stored_blocks(state_dict, lora_name)
         return blocks is not None and blocks.dim() == 4
 
     @classmethod

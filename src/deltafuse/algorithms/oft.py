@@ -55,8 +55,19 @@ class RotationModule(Adapter):
         give = self.get_diff_weight if diff else self.get_merged_weight
         return give(scale, device=device)[0]
 
+    @classmethod
+    def extract_state_dict(cls, state_dict: dict[str, Tensor], lora_name: str) -> list[Tensor | None]:
+        found = super().extract_state_dict(state_dict, lora_name)
+        if "oft_blocks" in cls.weight_list:
+            found[cls.weight_list.index("oft_blocks")] = stored_blocks(state_dict, lora_name)
+        return found
+
     def adopt(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tensors = super().adopt(tensors)
+        blocks = stored_blocks({f"{self.lora_name}.{key}": value for key, value in tensors.items()}, self.lora_name)
+        if blocks is not None and "oft_blocks" not in tensors:
+            tensors = {key: value for key, value in tensors.items() if not key.startswith(("oft_blocks.", "oft_diag"))}
+            tensors["oft_blocks"] = blocks
         if "alpha" in tensors:
             self.stored_constraint = as_float(tensors["alpha"])
             self.constraint = self.stored_constraint * self._bound_dimension
@@ -141,7 +152,7 @@ class DiagOFTModule(RotationModule):
 
     @classmethod
     def algo_check(cls, state_dict: dict[str, Tensor], lora_name: str) -> bool:
-        blocks = state_dict.get(f"{lora_name}.oft_blocks")
+        blocks = stored_blocks(state_dict, lora_name)
         return blocks is not None and blocks.dim() == 3
 
     @classmethod
@@ -240,6 +251,24 @@ class InputOFTModule(RotationModule):
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:
         return [(self.oft_R["weight"].data, 0.0), *self._shrink_magnitude()]
+
+
+def stored_blocks(state_dict: dict[str, Tensor], lora_name: str) -> Tensor | None:
+    """A file's output-side blocks for one layer, or None: ``oft_blocks``, the older name ``oft_diag``, or the split
+    list ``oft_blocks.0`` .. ``oft_blocks.n`` of (s, s) matrices, which must have no gap and one shape."""
+    for key in ("oft_blocks", "oft_diag"):
+        if f"{lora_name}.{key}" in state_dict:
+            return state_dict[f"{lora_name}.{key}"]
+    start = f"{lora_name}.oft_blocks."
+    numbered = {key[len(start) :]: value for key, value in state_dict.items() if key.startswith(start)}
+    if not numbered:
+        return None
+    wanted = [str(index) for index in range(len(numbered))]
+    if sorted(numbered) != sorted(wanted):
+        raise CheckpointError(f"layer '{lora_name}': its split list oft_blocks.0 .. n has the parts {sorted(numbered)}")
+    if len({tuple(value.shape) for value in numbered.values()}) > 1:
+        raise CheckpointError(f"layer '{lora_name}': the parts of its split list oft_blocks.0 .. n differ in shape")
+    return torch.stack([numbered[index] for index in wanted])
 
 
 def unpacked_size(packed: int, key: str) -> int:
