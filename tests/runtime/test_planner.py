@@ -330,3 +330,46 @@ def test_saved_bytes_are_near_what_autograd_keeps(name: str) -> None:
     planned = case.nominal_plan(rows).cost.saved
     assert planned > 0
     assert 1 / SAVED[name] <= measured / planned <= SAVED[name], (measured, planned, case.nominal_plan(rows).form)
+
+
+def traffic_of_large_tensors(run: Callable[[], object], at_least: int) -> float:
+    """Bytes read and written by operations on tensors of ``at_least`` elements, views left out."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    views = ("view", "detach", ".t.", "transpose", "expand", "alias", "squeeze", "empty", "split", "slice", "as_strided")
+    moved = 0.0
+
+    class Meter(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal moved
+            out = function(*args, **(kwargs or {}))
+            if not any(name in str(function) for name in views):
+                leaves = [item for item in tree_leaves((args, kwargs, out)) if isinstance(item, Tensor)]
+                moved += sum(item.numel() * item.element_size() for item in leaves if item.numel() >= at_least)
+            return out
+
+    with Meter():
+        run()
+    return moved
+
+
+def test_the_merged_form_of_a_decomposition_costs_what_it_moves() -> None:
+    layer = nn.Linear(256, 512, dtype=torch.bfloat16).requires_grad_(False)
+    adapter = deltafuse.LoConModule("wide", layer, 1.0, 8, 4.0, weight_decompose=True, bypass_mode=False)
+    adapter.to(torch.bfloat16)
+    x = torch.randn(8, 256, dtype=torch.bfloat16, requires_grad=True)
+    moved = traffic_of_large_tensors(lambda: adapter(x), 256 * 512)
+    counted = adapter.nominal_plan(8).cost.bytes
+    assert 0.7 * moved < counted < 1.4 * moved
+
+
+@pytest.mark.parametrize(("inp", "out"), [(3072, 3072), (3072, 12288), (12288, 3072)])
+def test_decomposed_lora_bypasses_on_a_fast_card(inp: int, out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltafuse.core import device
+    from deltafuse.layers import planner
+
+    monkeypatch.setattr(planner, "ceilings", lambda _: device._H200)
+    layer = nn.Linear(inp, out, dtype=torch.bfloat16)
+    adapter = deltafuse.LoConModule("wide", layer, 1.0, 16, 8.0, weight_decompose=True)
+    assert adapter.nominal_plan(4096).form == "bypass"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.factorize import butterfly_blocks
 from ..deltas import Butterfly, Delta
-from .common import check_rank
+from .common import check_rank, decompose_options
 from .oft import RotationModule, stored_blocks
 from .registry import register_algorithm
 
@@ -87,6 +87,5 @@ class ButterflyOFTModule(RotationModule):
             lora_dim=tensors["oft_blocks"].shape[-1],
             constraint=tensors.get("alpha"),
             rescaled="rescale" in tensors,
-            weight_decompose="dora_scale" in tensors,
-            wd_on_out=not ("dora_scale" in tensors and tensors["dora_scale"].shape[0] == 1),
+            **decompose_options(tensors),
         )

@@ -86,12 +86,8 @@ class Ranked(Adapter):
             tensors["scalar"] = torch.ones(())
         return tensors
 
-    def magnitude_state(self) -> dict[str, Tensor]:
-        """The DoRA magnitude, where there is one."""
-        return {"dora_scale": self.dora_scale} if self.wd else {}
 
-
-def decompose_options(tensors: dict[str, Tensor], org_module: nn.Module) -> dict[str, Any]:
+def decompose_options(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Constructor options that a stored magnitude implies: its shape says the axis."""
     magnitude = tensors.get("dora_scale")
     if magnitude is None:

@@ -174,7 +174,7 @@ class DyLoraModule(Ranked):
     @classmethod
     def from_tensors(cls, lora_name: str, org_module: nn.Module, tensors: dict[str, Tensor]) -> DyLoraModule:
         rank = tensors["lora_down.weight"].shape[0]
-        options = decompose_options(tensors, org_module)
+        options = decompose_options(tensors)
         return cls(lora_name, org_module, lora_dim=rank, alpha=tensors.get("alpha"), block_size=1, **options)
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

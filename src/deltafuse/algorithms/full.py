@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..core.errors import OptionError, TargetError
 from ..deltas import Delta, Dense
 from ..layers.adapter import Adapter
+from .common import decompose_options
 from .registry import register_algorithm
 
 
@@ -71,7 +72,7 @@ class FullModule(Adapter):
         return Dense(self.weight, self.bias, row_mask)
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
+        state = self.magnitude_state()
         state["diff"] = self.weight
         if self.bias is not None:
             state["diff_b"] = self.bias
@@ -87,9 +88,8 @@ class FullModule(Adapter):
         return cls(
             lora_name,
             org_module,
-            weight_decompose="dora_scale" in tensors,
-            wd_on_out=not ("dora_scale" in tensors and tensors["dora_scale"].shape[0] == 1),
             new_bias="diff_b" in tensors,
+            **decompose_options(tensors),
         )
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

@@ -133,7 +133,7 @@ class GLoRAModule(Ranked):
             lora_dim=tensors["a2.weight"].shape[0],
             alpha=tensors.get("alpha"),
             use_tucker="bm.weight" in tensors,
-            **decompose_options(tensors, org_module),
+            **decompose_options(tensors),
         )
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.messages import say_once
 from ..deltas import ChannelScale, Delta
 from ..layers.adapter import Adapter
+from .common import decompose_options
 from .registry import register_algorithm
 
 
@@ -75,7 +76,7 @@ class IA3Module(Adapter):
         return ChannelScale(self.weight.flatten(), self.train_input, row_mask)
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
+        state = self.magnitude_state()
         return {**state, "weight": self.weight, "on_input": self.on_input}  # type: ignore[dict-item]
 
     @classmethod
@@ -84,8 +85,7 @@ class IA3Module(Adapter):
             lora_name,
             org_module,
             train_on_input=bool(int(tensors.get("on_input", torch.tensor(0)))),
-            weight_decompose="dora_scale" in tensors,
-            wd_on_out=not ("dora_scale" in tensors and tensors["dora_scale"].shape[0] == 1),
+            **decompose_options(tensors),
         )
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

@@ -127,7 +127,7 @@ class LohaModule(Ranked):
             lora_dim=tensors["hada_w1_b"].shape[0],
             alpha=tensors.get("alpha"),
             use_tucker="hada_t1" in tensors,
-            **decompose_options(tensors, org_module),
+            **decompose_options(tensors),
         )
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

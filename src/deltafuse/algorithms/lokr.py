@@ -224,7 +224,7 @@ class LokrModule(Ranked):
             alpha=tensors.get("alpha"),
             use_tucker="lokr_t2" in tensors,
             layout=layout,
-            **decompose_options(tensors, org_module),
+            **decompose_options(tensors),
         )
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

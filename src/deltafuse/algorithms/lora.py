@@ -119,7 +119,7 @@ class LoConModule(Ranked):
             lora_dim=tensors["lora_down.weight"].shape[0],
             alpha=tensors.get("alpha"),
             use_tucker="lora_mid.weight" in tensors,
-            **decompose_options(tensors, org_module),
+            **decompose_options(tensors),
         )
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

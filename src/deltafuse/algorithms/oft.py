@@ -21,7 +21,7 @@ from ..deltas import Delta, InputRotation, Rotation
 from ..layers.adapter import Adapter
 from ..layers.state import as_float
 from ..primitives.rotation import cayley_delta
-from .common import check_rank
+from .common import check_rank, decompose_options
 from .registry import register_algorithm
 
 
@@ -79,7 +79,7 @@ class RotationModule(Adapter):
         return torch.tensor(self.stored_constraint, dtype=accumulate_dtype(self.dtype_tensor))
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
+        state = self.magnitude_state()
         state["oft_blocks"] = self.oft_blocks
         state["alpha"] = self.constraint_tensor()
         if self.rescaled:
@@ -165,8 +165,7 @@ class DiagOFTModule(RotationModule):
             constraint=tensors.get("alpha"),
             rescaled="rescale" in tensors,
             block_size=size,
-            weight_decompose="dora_scale" in tensors,
-            wd_on_out=not ("dora_scale" in tensors and tensors["dora_scale"].shape[0] == 1),
+            **decompose_options(tensors),
         )
 
 
@@ -231,7 +230,7 @@ class InputOFTModule(RotationModule):
         return InputRotation(self.oft_blocks, self.constraint, row_mask)
 
     def custom_state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {"dora_scale": self.dora_scale} if self.wd else {}
+        state = self.magnitude_state()
         state["oft_R.weight"] = self.oft_R["weight"]
         state["alpha"] = self.constraint_tensor()
         return state
@@ -245,8 +244,7 @@ class InputOFTModule(RotationModule):
             org_module,
             lora_dim=size,
             constraint=tensors.get("alpha"),
-            weight_decompose="dora_scale" in tensors,
-            wd_on_out=not ("dora_scale" in tensors and tensors["dora_scale"].shape[0] == 1),
+            **decompose_options(tensors),
         )
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

@@ -214,7 +214,7 @@ class TLoraModule(Ranked):
     @classmethod
     def from_tensors(cls, lora_name: str, org_module: nn.Module, tensors: dict[str, Tensor]) -> TLoraModule:
         rank = tensors["q_layer.weight"].shape[0]
-        options = decompose_options(tensors, org_module)
+        options = decompose_options(tensors)
         return cls(lora_name, org_module, lora_dim=rank, alpha=tensors.get("alpha"), **options)
 
     def shrink_parameters(self) -> Sequence[tuple[Tensor, Tensor | float]]:

@@ -85,7 +85,9 @@ class Decomposed(Delta):
         return self.inner.dense_bias(strength)
 
     def dense_cost(self, op: LayerOp) -> Cost:
-        return self.inner.dense_cost(op) + Cost(4.0 * op.out * op.fan_in, 16.0 * op.out * op.fan_in, 6)
+        """The inner delta, the norm, and the passes over float32 weights between them: 60 bytes an element, counted."""
+        elements = op.out * op.fan_in
+        return self.inner.dense_cost(op) + self._norm_cost(op) + Cost(4.0 * elements, 60.0 * elements, 10)
 
     # bypass: dropout acts inside the gain, on the inner delta's output, as it does in the plain adapter
 

@@ -131,6 +131,10 @@ class Adapter(Mergeable, StatefulModule):
         if self.wd:
             self.dora_scale = nn.Parameter(self._base_norm())
 
+    def magnitude_state(self) -> dict[str, Tensor]:
+        """The magnitude as saved, where there is one."""
+        return {"dora_scale": self.dora_scale} if self.wd else {}
+
     def _base_norm(self) -> Tensor:
         norm = weight_norm(self.base.weight().detach(), 0 if self.wd_on_out else 1)
         norm = norm.to(device="cpu", dtype=torch.float32)
