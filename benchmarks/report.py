@@ -19,7 +19,7 @@ COLUMNS = ("deltafuse", "deltafuse, compiled", "lycoris default", "lycoris bypas
 def cell(arm: dict[str, Any] | None, frozen: float) -> str:
     """Milliseconds, ratio to the frozen step and peak of one arm, or why it has none."""
     if arm is None:
-        return "-"
+        return "not run"
     if not arm["samples"]:
         return "fails: " + arm["error"].partition(": ")[2][:60]
     ms = median(arm)

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltafuse.modules.tlora import clear_timestep_mask, set_timestep_mask
+from deltafuse.primitives import norms
 
 from .support import Adapted, assert_trains, build, cases, step, takes
 
@@ -192,3 +193,31 @@ def test_strength_changes_a_captured_compiled_step(name: str) -> None:
         graph.replay()
         want, _ = eager_gradients(case, x)
         torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("axis", [0, 1])
+def test_composed_norms_on_a_card_equal_float64(axis: int) -> None:
+    """The bfloat16 product with float32 output that only a CUDA device runs, forward and backward."""
+    torch.manual_seed(0)
+    weight = torch.randn(300, 200, device="cuda").bfloat16()
+    up, down = torch.randn(300, 5, device="cuda") * 0.3, torch.randn(5, 200, device="cuda") * 0.3
+    leaves = [item.clone().requires_grad_() for item in (up, down)]
+    wide = [item.double().requires_grad_() for item in (up, down)]
+    norm = norms.norm_compose(weight, *leaves, axis)
+    wanted = (weight.double() + wide[0] @ wide[1]).norm(dim=1 - axis)
+    weights = torch.randn_like(wanted)
+    (norm * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    torch.testing.assert_close(norm.double(), wanted, rtol=1e-5, atol=0)
+    for leaf, exact in zip(leaves, wide, strict=True):
+        assert (leaf.grad.double() - exact.grad).norm() < 1e-4 * exact.grad.norm()
+
+
+def test_two_bfloat16_halves_hold_a_float32_factor() -> None:
+    """What that product runs on: the halves' sum keeps the factor to 2^-16, one half alone does not."""
+    factor = torch.randn(64, 9)
+    halves = norms._split(factor, torch.bfloat16).float()
+    assert ((halves[:, :9] + halves[:, 9:] - factor).abs() <= factor.abs() * 2.0**-16).all()
+    assert not ((halves[:, :9] - factor).abs() <= factor.abs() * 2.0**-16).all()

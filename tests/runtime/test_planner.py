@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -337,7 +338,19 @@ def traffic_of_large_tensors(run: Callable[[], object], at_least: int) -> float:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    views = ("view", "detach", ".t.", "transpose", "expand", "alias", "squeeze", "empty", "split", "slice", "as_strided")
+    views = (
+        "view",
+        "detach",
+        ".t.",
+        "transpose",
+        "expand",
+        "alias",
+        "squeeze",
+        "empty",
+        "split",
+        "slice",
+        "as_strided",
+    )
     moved = 0.0
 
     class Meter(TorchDispatchMode):
