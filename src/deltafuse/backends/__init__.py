@@ -6,10 +6,13 @@ from .registry import (
     available_backends,
     backends,
     changes,
+    kernels_for,
     load_built_in,
     register_backend,
     require_backend,
     select,
+    traced_kernels,
+    traced_key,
     unregister_backend,
 )
 
@@ -21,8 +24,11 @@ __all__ = [
     "available_backends",
     "backends",
     "changes",
+    "kernels_for",
     "register_backend",
     "require_backend",
     "select",
+    "traced_kernels",
+    "traced_key",
     "unregister_backend",
 ]

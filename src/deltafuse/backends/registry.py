@@ -1,7 +1,7 @@
 """Backends: who can run a primitive, and who was chosen.
 
-A backend implements primitives by name. ``auto`` takes the first competing backend, in order, that can run every
-primitive of a form; a backend asked for by name runs or raises. Adding one is a folder here and one call of
+A backend implements primitives by name. ``auto`` gives each primitive of a form to the first competing backend, in
+order, that can run it; a backend asked for by name runs or raises. Adding one is a folder here and one call of
 :func:`register_backend`, from inside or outside this package.
 """
 
@@ -22,9 +22,8 @@ from ..core.problem import Problem
 from ..core.verdict import Verdict
 from ..primitives import Kernels, kernel_table
 
-BUILT_IN = ("torch", "compile")
+BUILT_IN = ("torch", "compile", "triton")
 PLANNED = {
-    "triton": "this version ships no Triton kernels",
     "tilelang": "this version ships no TileLang kernels",
 }
 
@@ -48,22 +47,30 @@ class Backend(ABC):
     def implementation(self, primitive: str) -> Callable[..., Any]:
         """The callable with the reference's signature."""
 
-    def competes(self, problem: Problem) -> Verdict:
-        """Whether ``auto`` may take it for ``problem``."""
+    def competes(self, primitive: str, problem: Problem) -> Verdict:
+        """Whether ``auto`` may take it for ``primitive`` of ``problem``: the place of measurements."""
         return Verdict(True, "available")
+
+
+Choice = tuple[tuple[str, str], ...]
+"""(primitive, backend) pairs: who runs each primitive of a form."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The backend chosen for a set of primitives, its kernel table and the reason."""
+    """Who runs a form's primitives, in a word (``triton``, ``triton + torch``), why, and primitive by primitive."""
 
     backend: str
-    kernels: Kernels
     reason: str
+    choice: Choice
+
+    @property
+    def kernels(self) -> Kernels:
+        return kernels_for(self.choice)
 
 
 _backends: dict[str, Backend] = {}
-_tables: dict[tuple[str, tuple[str, ...]], Kernels] = {}
+_tables: dict[Choice, Kernels] = {}
 _changes = 0
 
 
@@ -113,12 +120,12 @@ def select(names: tuple[str, ...], problem: Problem, requested: str) -> Selectio
         return _automatic(names, problem)
     backend = require_backend(requested, problem.device)
     if not names:
-        return Selection("torch", kernel_table(), "one PyTorch operation: nothing for a backend to replace")
+        return Selection("torch", "one PyTorch operation: nothing for a backend to replace", ())
     for name in names:
         verdict = backend.verdict(name, problem)
         if not verdict:
             raise BackendError(f"backend '{requested}' cannot run {name} for {problem.op.describe()}: {verdict.reason}")
-    return Selection(requested, _table(backend, names), "asked for by name")
+    return Selection(requested, "asked for by name", tuple((name, requested) for name in names))
 
 
 def require_backend(name: str, device: torch.device | None = None) -> Backend:
@@ -133,40 +140,63 @@ def require_backend(name: str, device: torch.device | None = None) -> Backend:
 
 
 def _automatic(names: tuple[str, ...], problem: Problem) -> Selection:
-    refusals: list[str] = []
-    for backend in backends().values():
-        refusal = _refusal(backend, names, problem)
-        if refusal is None:
-            return Selection(backend.name, _table(backend, names), _chosen(backend, refusals))
-        refusals.append(f"{backend.name}: {refusal}")
-    raise BackendError(f"no backend can run {', '.join(names)} for {problem.op.describe()}: {'; '.join(refusals)}")
-
-
-def _refusal(backend: Backend, names: tuple[str, ...], problem: Problem) -> str | None:
-    """Why ``backend`` is passed over, or None. A backend that competes and then cannot run says so once."""
-    for verdict in (backend.available(problem.device), backend.competes(problem)):
-        if not verdict:
-            return verdict.reason
+    """Each primitive goes to the first backend that competes for the problem and can run it."""
+    choice: list[tuple[str, str]] = []
+    refusals: dict[str, None] = {}
     for name in names:
-        verdict = backend.verdict(name, problem)
+        for backend in backends().values():
+            refusal = _refusal(backend, name, problem)
+            if refusal is None:
+                choice.append((name, backend.name))
+                break
+            refusals[f"{backend.name}: {refusal}"] = None
+        else:
+            raise BackendError(f"no backend can run {name} for {problem.op.describe()}: {'; '.join(refusals)}")
+    used = list(dict.fromkeys(backend for _, backend in choice))
+    return Selection(" + ".join(used) or "torch", _chosen(used, list(refusals)), tuple(choice))
+
+
+def _refusal(backend: Backend, name: str, problem: Problem) -> str | None:
+    """Why ``backend`` is passed over, or None. A backend that competes and then cannot run says so once."""
+    for verdict in (backend.available(problem.device), backend.competes(name, problem)):
         if not verdict:
-            message = f"{backend.name} cannot run {name} here ({verdict.reason}); the next backend runs it"
-            if policy.strict():
-                raise BackendError(message)
-            say_once(message)
             return verdict.reason
-    return None
+    verdict = backend.verdict(name, problem)
+    if verdict:
+        return None
+    message = f"{backend.name} cannot run {name} here ({verdict.reason}); the next backend runs it"
+    if policy.strict():
+        raise BackendError(message)
+    say_once(message)
+    return verdict.reason
 
 
-def _chosen(backend: Backend, refusals: list[str]) -> str:
-    return f"auto ({'; '.join(refusals)})" if refusals else f"auto: {backend.summary}"
+def _chosen(used: list[str], refusals: list[str]) -> str:
+    if refusals or not used:
+        return f"auto ({'; '.join(refusals)})" if refusals else "auto: one PyTorch operation"
+    return f"auto: {_backends[used[0]].summary}"
 
 
-def _table(backend: Backend, names: tuple[str, ...]) -> Kernels:
-    key = (backend.name, names)
-    if key not in _tables:
-        _tables[key] = kernel_table({name: backend.implementation(name) for name in names})
-    return _tables[key]
+def kernels_for(choice: Choice) -> Kernels:
+    """The kernel table of a choice; what it leaves out runs the reference."""
+    if choice not in _tables:
+        _tables[choice] = kernel_table({name: _backends[backend].implementation(name) for name, backend in choice})
+    return _tables[choice]
+
+
+_traced: dict[str, Kernels] = {}
+
+
+def traced_key(choice: Choice) -> str:
+    """A name for a choice that a traced graph can hold as a constant."""
+    key = ",".join(f"{name}={backend}" for name, backend in choice)
+    _traced[key] = kernels_for(choice)
+    return key
+
+
+def traced_kernels(key: str) -> Kernels:
+    """The kernels behind a :func:`traced_key`."""
+    return _traced[key]
 
 
 def load_built_in() -> None:

@@ -83,6 +83,10 @@ class Delta(ABC):
     def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
         """W' - W, shape ``op.weight_shape``, float32 or better, never formed by subtracting two weights."""
 
+    def narrow(self) -> Any:
+        """The same delta as a LowRank of a linear layer, or None where it has no such form."""
+        return None
+
     def dense_bias(self, strength: Scalar) -> Tensor | None:
         """b' - b, or None where the bias is left alone."""
         return None

@@ -17,7 +17,7 @@ from ..core.geometry import LayerOp
 from ..core.verdict import Verdict
 from ..primitives import Kernels, kernel_table
 from .base import Call, Delta, Scalar, acc, times
-from .lowrank import LowRank
+from .lowrank import Hadamard, LowRank
 
 _REFERENCE = kernel_table()
 
@@ -115,17 +115,39 @@ class Decomposed(Delta):
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
         assert call.weight is not None
         gain = self.gain(call.kernels, call.weight, call.op)
-        y = self._bypass_rows(call, gain, strength) if self.axis == 0 else self._bypass_columns(call, gain, strength)
-        return call.with_bias(y)
+        if self.axis == 1:
+            return call.with_bias(self._bypass_columns(call, gain, strength))
+        narrow = self._narrow(call)
+        return (
+            call.with_bias(self._bypass_rows(call, gain, strength))
+            if narrow is None
+            else self._bypass_linear(narrow, call, gain, strength)
+        )
+
+    def _narrow(self, call: Call) -> LowRank | None:
+        """The inner delta as two factors of a linear layer, where nothing acts between them and the gain."""
+        if call.op.is_conv or call.dropout or self.inner.row_mask is not None:
+            return None
+        return self.inner.narrow()
+
+    def _bypass_linear(self, inner: LowRank, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
+        """Base product, gain, low-rank path and bias as one primitive."""
+        whole = isinstance(strength, (int, float)) and strength == 1
+        kept = gain if whole else 1 + (gain - 1) * strength
+        up, number = inner.parts(1.0)
+        mask = inner.rank_mask if inner.per_sample else None
+        down = inner.down_matrix()
+        return call.kernels.lowrank_linear(
+            call.x, call.weight, call.bias, down, up, number, kept, times(gain, strength), mask
+        )
 
     def _bypass_rows(self, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
         base = call.base()
         rows = call.op.channels(gain)
+        kept = call.kernels.channel_scale(base, 1 + (rows - 1) * strength)
         if isinstance(self.inner, LowRank) and not call.dropout:
-            kept = call.kernels.channel_scale(base, 1 + (rows - 1) * strength)
             return self.inner.scaled(0, gain, call.op).add_to(kept, call, strength)
         inner = call.drop(self.inner.masked_branch(call, 1.0, base)).to(base.dtype)
-        kept = call.kernels.channel_scale(base, 1 + (rows - 1) * strength)
         return kept + call.kernels.channel_scale(inner, rows * strength)
 
     def _bypass_columns(self, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
@@ -153,4 +175,6 @@ class Decomposed(Delta):
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
         norm = "norm_compose" if self._composes(op) else "weight_norm"
+        if self.axis == 0 and not op.is_conv and isinstance(self.inner, (LowRank, Hadamard)):
+            return ("lowrank_linear", norm)
         return (*self.inner.uses(op), "channel_scale", norm, "gemm_epilogue")

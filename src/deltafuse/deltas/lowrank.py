@@ -44,6 +44,9 @@ class LowRank(Delta):
     def per_sample(self) -> bool:
         return self.rank_mask is not None and self.rank_mask.dim() == 2
 
+    def narrow(self) -> LowRank | None:
+        return None if self.mid is not None else self
+
     def parts(self, strength: Scalar) -> tuple[Tensor, float]:
         """(up with every tensor scalar and the shared rank mask folded in, the plain number left to multiply by).
 
@@ -104,9 +107,11 @@ class LowRank(Delta):
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
         if call.op.is_conv or call.dropout or self.row_mask is not None:
             return super().bypass(call, strength)
-        h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
         up, number = self.parts(strength)
-        return call.kernels.gemm_epilogue(call.x, call.weight, call.bias, h, up, number)
+        mask = self.rank_mask if self.per_sample else None
+        return call.kernels.lowrank_linear(
+            call.x, call.weight, call.bias, self.down_matrix(), up, number, None, None, mask
+        )
 
     def add_to(self, y: Tensor, call: Call, strength: Scalar) -> Tensor:
         """y + branch, for a linear layer in one operation."""
@@ -171,7 +176,7 @@ class LowRank(Delta):
         return replace(cost, saved=saved)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if op.is_conv else ("lowrank_down", "gemm_epilogue")
+        return () if op.is_conv else ("lowrank_linear",)
 
 
 @dataclass
@@ -215,6 +220,9 @@ class Hadamard(Delta):
     def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
         return () if self.mid1 is not None or self.row_mask is not None else ("lowrank_merge",)
 
+    def narrow(self) -> LowRank | None:
+        return None if self.mid1 is not None else self.khatri_rao()
+
     def khatri_rao(self) -> LowRank:
         """The same delta as a LowRank of rank r^2."""
         work = acc(self.up1, self.down1)
@@ -242,7 +250,7 @@ class Hadamard(Delta):
         return replace(cost, saved=float(size) * rows * rank)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if op.is_conv else ("lowrank_down", "gemm_epilogue")
+        return () if op.is_conv else ("lowrank_linear",)
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:

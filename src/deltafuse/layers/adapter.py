@@ -266,10 +266,12 @@ class Adapter(Mergeable, StatefulModule):
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _form_of_call(self, x: Tensor, delta: Delta, owned: bool) -> tuple[str, Kernels]:
-        """The form to run and the kernels to run it with; a compiled graph runs the references."""
+        """The form to run and the kernels to run it with."""
         if torch.compiler.is_compiling():
             mode = "dropout" if self.dropout and self.training else "plain"
-            return self._traced_form(self.training, owned, mode, self.bypass_mode, self._variant()), _REFERENCE
+            dtype = str(compute_dtype(x))
+            form, choice = self._traced_plan(self.training, owned, dtype, mode, self.bypass_mode, self._variant())
+            return form, backends.traced_kernels(choice)
         chosen = self._plan_call(x, delta, owned)
         return chosen.form, chosen.kernels
 
@@ -294,20 +296,24 @@ class Adapter(Mergeable, StatefulModule):
         return Needs(branch_only=not owned, dropout=bool(self.dropout) and self.training, forced=forced)
 
     @constant_when_traced
-    def _traced_form(self, training: bool, owned: bool, *_: Any) -> str:
-        """The form of a compiled graph: planned while tracing, once, for a nominal row count that no call changes.
+    def _traced_plan(self, training: bool, owned: bool, dtype: str, *_: Any) -> tuple[str, str]:
+        """Form and backends of a compiled graph: planned while tracing, once, for a nominal row count that no call
+        changes.
 
         The arguments are what the plan depends on; a graph is traced anew where one of them changes.
         """
         was, self.training = self.training, training
-        form = self.nominal_plan(owned=owned).form
+        found = self.nominal_plan(owned=owned, dtype=getattr(torch, dtype.removeprefix("torch.")))
         self.training = was
-        return form
+        return found.form, backends.traced_key(found.choice)
 
-    def nominal_plan(self, rows: int = NOMINAL_ROWS, owned: bool | None = None) -> Plan:
+    def nominal_plan(
+        self, rows: int = NOMINAL_ROWS, owned: bool | None = None, dtype: torch.dtype | None = None
+    ) -> Plan:
         """The plan of the bucket ``rows`` rows fall in, with saved bytes for ``rows``, as ``explain`` reports it."""
         weight = self.base.module.weight
-        dtype = weight.dtype if isinstance(weight, Tensor) and weight.dtype.itemsize > 1 else torch.float32
+        if dtype is None:
+            dtype = weight.dtype if isinstance(weight, Tensor) and weight.dtype.itemsize > 1 else torch.float32
         problem = problem_for(self.geometry, rows, dtype, weight.device, self.training)  # type: ignore[arg-type]
         beside = not (self._owns_forward() if owned is None else owned)
         found = plan(self.delta(), problem, self._needs(not beside), policy.requested_backend())

@@ -1,6 +1,6 @@
 """Primitives: the few operations that backends implement. Importing this package defines them all."""
 
-from . import gemm, kron, lowrank, norms, rotation, scaling
+from . import gemm, kron, linear, lowrank, norms, rotation, scaling
 from .registry import Kernels, Primitive, get_primitive, kernel_table, primitives
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "get_primitive",
     "kernel_table",
     "kron",
+    "linear",
     "lowrank",
     "norms",
     "primitives",

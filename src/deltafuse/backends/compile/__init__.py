@@ -55,7 +55,7 @@ class CompileBackend(Backend):
     def verdict(self, primitive: str, problem: Problem) -> Verdict:
         return Verdict(True, "traced from the reference")
 
-    def competes(self, problem: Problem) -> Verdict:
+    def competes(self, primitive: str, problem: Problem) -> Verdict:
         return Verdict(False, "not measured faster than eager for single primitives")
 
     def implementation(self, primitive: str) -> Callable[..., Any]:

@@ -1,0 +1,117 @@
+"""How a fused operation reaches autograd, torch.compile and the dispatcher.
+
+One forward and one backward function, tensors in and tensors out, are bound twice: eager calls them inside an
+autograd.Function, with nothing in between; a traced graph sees two library operators, ``deltafuse::<name>`` and
+``deltafuse::<name>_backward``, with exact fakes and the gradient registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+LIBRARY = torch.library.Library("deltafuse", "FRAGMENT")
+_KEY = "CompositeExplicitAutograd"
+Tensors = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One operation.
+
+    schema: arguments as a library schema, ``Tensor x, Tensor? bias, float alpha``. outputs: how many tensors forward
+    returns; the first is the result, the others are kept for backward only. forward(*args) -> tuple of tensors.
+    fake: the same with shapes alone. save(args, outputs) -> (tensors or None, plain values) that backward needs.
+    saved_schema: backward's arguments in that order. backward(grad, *tensors, *values, needs) -> one gradient, or None,
+    for each argument; ``needs`` says which are wanted.
+    """
+
+    name: str
+    schema: str
+    outputs: int
+    forward: Callable[..., Tensors]
+    fake: Callable[..., Tensors]
+    save: Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensors, Tensors]]
+    saved_schema: str
+    backward: Callable[..., Tensors]
+    backward_fake: Callable[..., Tensors]
+
+
+def bind(fused: Fused) -> Callable[..., Tensor]:
+    """The callable that runs ``fused``: its result, differentiable once."""
+    eager = _function(fused)
+    traced = _operators(fused)
+
+    def run(*args: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return traced(*args)[0]
+        return eager(*args)
+
+    run.__name__ = fused.name
+    return run
+
+
+def _function(fused: Fused) -> Callable[..., Tensor]:
+    class Run(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            outputs = fused.forward(*args)
+            tensors, ctx.values = fused.save(args, outputs)
+            ctx.save_for_backward(*tensors)
+            ctx.set_materialize_grads(False)
+            return outputs[0]
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:
+            needs = ctx.needs_input_grad
+            if grads[0] is None:
+                return (None,) * len(needs)
+            return fused.backward(grads[0], *ctx.saved_tensors, *ctx.values, needs)
+
+    Run.__name__ = Run.__qualname__ = fused.name
+    return Run.apply
+
+
+def _operators(fused: Fused) -> Callable[..., Tensors]:
+    name, back = fused.name, f"{fused.name}_backward"
+    LIBRARY.define(f"{name}({fused.schema}) -> ({', '.join(['Tensor'] * fused.outputs)})")
+    LIBRARY.define(f"{back}(Tensor grad, {fused.saved_schema}, bool[] needs) -> Tensor[]")
+
+    def filled(*args: Any) -> list[Tensor]:
+        return _whole(args[0], fused.backward(*args))
+
+    def filled_fake(*args: Any) -> list[Tensor]:
+        return _whole(args[0], fused.backward_fake(*args))
+
+    LIBRARY.impl(name, fused.forward, _KEY)
+    LIBRARY.impl(back, filled, _KEY)
+    torch.library.register_fake(f"deltafuse::{name}", fused.fake, lib=LIBRARY)
+    torch.library.register_fake(f"deltafuse::{back}", filled_fake, lib=LIBRARY)
+    run = getattr(torch.ops.deltafuse, name).default
+    run_back = getattr(torch.ops.deltafuse, back).default
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        tensors, ctx.values = fused.save(inputs, output)
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needs = list(ctx.needs_input_grad)
+        if grads[0] is None:
+            return (None,) * len(needs)
+        found = run_back(grads[0], *ctx.saved_tensors, *ctx.values, needs)
+        return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
+
+    torch.library.register_autograd(f"deltafuse::{name}", backward, setup_context=setup, lib=LIBRARY)
+    return run
+
+
+def _whole(like: Tensor, grads: Sequence[Any]) -> list[Tensor]:
+    """Operators return no None: an unwanted gradient is an empty tensor."""
+    return [like.new_empty(0) if grad is None else grad for grad in grads]

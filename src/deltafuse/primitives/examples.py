@@ -1,0 +1,147 @@
+"""Example calls of every primitive: what self-tests, `deltafuse verify`, benchmarks and the test suite all run.
+
+A primitive's file registers one example for each combination of options that changes what is computed. An example
+builds random arguments for given sizes; it never runs anything itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """lead: leading shape of x, whose product is M. inner: K. out: N. rank: r. factor: LoKr's wanted block count."""
+
+    lead: tuple[int, ...] = (2, 17)
+    inner: int = 40
+    out: int = 56
+    rank: int = 5
+    factor: int = 4
+
+    @property
+    def rows(self) -> int:
+        total = 1
+        for side in self.lead:
+            total *= side
+        return total
+
+
+@dataclass
+class Draw:
+    """Random tensors of one dtype and device. factors: dtype of adapter parameters, float32 unless said otherwise."""
+
+    dtype: torch.dtype
+    device: torch.device
+    factors: torch.dtype = torch.float32
+    seed: int = 0
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator(device="cpu").manual_seed(self.seed)
+
+    def _make(self, shape: tuple[int, ...], scale: float, dtype: torch.dtype, grad: bool) -> Tensor:
+        wide = torch.randn(shape, generator=self.generator, dtype=torch.float32) * scale
+        return wide.to(dtype).to(self.device).requires_grad_(grad)
+
+    def data(self, *shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
+        """An activation (or, with grad=False, a frozen tensor) in the layer's dtype."""
+        return self._make(shape, scale, self.dtype, grad)
+
+    def weight(self, out: int, inner: int) -> Tensor:
+        """A frozen base weight (out, inner) that keeps the size of what it multiplies."""
+        return self._make((out, inner), inner**-0.5, self.dtype, False)
+
+    def factor(self, *shape: int, scale: float = 0.1, grad: bool = True) -> Tensor:
+        """An adapter parameter."""
+        return self._make(shape, scale, self.factors, grad)
+
+    def positive(self, *shape: int, grad: bool = True) -> Tensor:
+        """A float32 vector within 0.5 to 1.5, as gains are."""
+        wide = torch.rand(shape, generator=self.generator) + 0.5
+        return wide.to(self.device).requires_grad_(grad)
+
+    def mask(self, *shape: int) -> Tensor:
+        """Zeros and ones in float32."""
+        return (torch.rand(shape, generator=self.generator) > 0.4).float().to(self.device)
+
+
+Build = Callable[[Sizes, Draw], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """primitive, a label for its options, and the builder of positional arguments."""
+
+    primitive: str
+    label: str
+    build: Build
+
+
+_examples: dict[str, dict[str, Example]] = {}
+
+
+def example(primitive: str, label: str) -> Callable[[Build], Build]:
+    """Register the decorated builder as an example call of ``primitive``."""
+
+    def register(build: Build) -> Build:
+        _examples.setdefault(primitive, {})[label] = Example(primitive, label, build)
+        return build
+
+    return register
+
+
+def examples(primitive: str | None = None) -> Iterator[Example]:
+    """Examples of one primitive, or of all."""
+    for name in [primitive] if primitive is not None else list(_examples):
+        yield from _examples.get(name, {}).values()
+
+
+# -- running one ------------------------------------------------------------------------------------------------------
+
+
+def leaves(args: tuple[Any, ...]) -> list[Tensor]:
+    """Tensors among (nested) arguments that want a gradient, in order."""
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.requires_grad:
+            found.append(arg)
+        elif isinstance(arg, (tuple, list)):
+            found += leaves(tuple(arg))
+    return found
+
+
+def widened(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same numbers in float64, as leaves of their own."""
+
+    def wide(arg: Any) -> Any:
+        if isinstance(arg, Tensor) and arg.is_floating_point():
+            return arg.detach().double().requires_grad_(arg.requires_grad)
+        if isinstance(arg, (tuple, list)):
+            return tuple(wide(item) for item in arg)
+        return arg
+
+    return tuple(wide(arg) for arg in args)
+
+
+def run(function: Callable[..., Any], args: tuple[Any, ...], seed: int = 1) -> list[Tensor]:
+    """Outputs, then gradients of every leaf, for a random incoming gradient that depends on ``seed`` alone."""
+    result = function(*args)
+    outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+    wanted = leaves(args)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    incoming = [torch.randn(out.shape, generator=generator).to(out) for out in outputs]
+    grads = torch.autograd.grad(outputs, wanted, incoming) if wanted else ()
+    return [item.detach() for item in (*outputs, *grads)]
+
+
+def relative_error(value: Tensor, wanted: Tensor) -> float:
+    """|value - wanted| / |wanted| in float64; an all-zero ``wanted`` asks for zeros."""
+    difference = (value.double() - wanted.double()).norm()
+    norm = wanted.double().norm()
+    return float(difference / norm) if norm > 0 else float(difference)

@@ -1,0 +1,82 @@
+"""Whole adapted linear layers as single primitives, so that a backend can share one pass over x and over dY.
+
+lowrank_linear: y = gain (x W^T) + up_gain alpha (mask (x A^T)) B^T + bias.
+x (..., K), W (N, K), bias (N,), A (r, K), B (N, r), gain and up_gain (N,), mask (batch, r) for x of (batch, ..., K).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..core.precision import accumulate_dtype
+from .examples import Draw, Sizes, example
+from .gemm import add_product, gemm_epilogue
+from .lowrank import lowrank_down
+from .registry import primitive
+from .scaling import channel_scale
+
+
+@primitive("y = gain (x W^T) + up_gain alpha (x A^T) B^T + bias")
+def lowrank_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    alpha: float = 1.0,
+    gain: Tensor | None = None,
+    up_gain: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """See the module's formula. gain and up_gain come together (DoRA) or not at all; mask is one row per sample."""
+    h = lowrank_down(x, down)
+    if mask is not None:
+        h = h * mask.to(h.dtype).view(mask.shape[0], *(1,) * (h.dim() - 2), mask.shape[1])
+    if gain is None or up_gain is None:
+        return gemm_epilogue(x, weight, bias, h, up, alpha)
+    base = channel_scale(gemm_epilogue(x, weight, None, None, None), gain)
+    work = accumulate_dtype(up, up_gain)
+    y = add_product(base, h, up.to(work) * up_gain.to(work)[:, None], alpha)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def _linear(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    bias = draw.data(sizes.out, grad=False)
+    x = draw.data(*sizes.lead, sizes.inner)
+    return x, draw.weight(sizes.out, sizes.inner), bias
+
+
+def _factors(sizes: Sizes, draw: Draw) -> tuple[Tensor, Tensor]:
+    return draw.factor(sizes.rank, sizes.inner, scale=sizes.inner**-0.5), draw.factor(sizes.out, sizes.rank)
+
+
+@example("lowrank_linear", "plain")
+def _plain(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    x, weight, _ = _linear(sizes, draw)
+    return x, weight, None, *_factors(sizes, draw), 0.7, None, None, None
+
+
+@example("lowrank_linear", "bias")
+def _bias(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return *_linear(sizes, draw), *_factors(sizes, draw), -0.3, None, None, None
+
+
+@example("lowrank_linear", "bias, rank mask per sample")
+def _masked(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    mask = draw.mask(sizes.lead[0], sizes.rank)
+    return *_linear(sizes, draw), *_factors(sizes, draw), 0.7, None, None, mask
+
+
+@example("lowrank_linear", "gain")
+def _gained(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    x, weight, _ = _linear(sizes, draw)
+    gains = draw.positive(sizes.out), draw.positive(sizes.out)
+    return x, weight, None, *_factors(sizes, draw), 0.7, *gains, None
+
+
+@example("lowrank_linear", "bias, gain")
+def _bias_gained(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    gains = draw.positive(sizes.out), draw.positive(sizes.out)
+    return *_linear(sizes, draw), *_factors(sizes, draw), 0.7, *gains, None
