@@ -12,7 +12,7 @@ import typer
 from .._version import __version__
 from ..core.errors import DeltaFuseError, unknown_name
 
-COMMAND_MODULES = ("demo", "train", "explain", "doctor")
+COMMAND_MODULES = ("demo", "train", "explain", "doctor", "tune", "verify", "bench")
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # typer >= 0.20 carries its own copy of click's classes
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -79,10 +79,13 @@ def _usage_message(command: Any, error: Any, arguments: Sequence[str]) -> str:
     if asked and context is not None:
         legal = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
         return unknown_name("option", asked, legal, where=f"of '{context.command_path}'")
-    if asked is None and context is not None and context.command is command and context.invoked_subcommand is None:
-        words = [word for word in arguments if not word.startswith("-")]
-        if words and words[0] not in command.commands:
-            return unknown_name("command", words[0], command.commands)
+    names = getattr(context.command, "commands", None) if context is not None else None
+    if asked is None and names is not None and context.invoked_subcommand is None:
+        depth = len(context.command_path.split()) - 1
+        words = [word for word in arguments if not word.startswith("-")][depth : depth + 1]
+        if words and words[0] not in names:
+            where = f"of '{context.command_path}'" if depth else ""
+            return unknown_name("command", words[0], names, where)
     text = str(error.format_message())
     where = f"{context.command_path}: " if context is not None else ""
     return f"{where}{text} See '{context.command_path if context else 'deltafuse'} --help'."

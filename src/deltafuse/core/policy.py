@@ -6,13 +6,17 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import OptionError, unknown_name
 
 AUTO = "auto"
 BACKEND_VARIABLES = ("DELTAFUSE_BACKEND", "LYCORIS_KERNEL_BACKEND")
-VARIABLES = (*BACKEND_VARIABLES, "DELTAFUSE_STRICT")
+TUNE_VARIABLE = "DELTAFUSE_TUNE"
+CACHE_VARIABLE = "DELTAFUSE_CACHE_DIR"
+VARIABLES = (*BACKEND_VARIABLES, "DELTAFUSE_STRICT", TUNE_VARIABLE, CACHE_VARIABLE)
 """Every environment variable this version reads."""
+TUNE_MODES = ("table", "lazy", "off")
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 
@@ -91,3 +95,20 @@ def flag(name: str, default: bool = False) -> bool:
 def strict() -> bool:
     """Whether a fallback is an error (``DELTAFUSE_STRICT``)."""
     return flag("DELTAFUSE_STRICT")
+
+
+def tune_mode() -> str:
+    """Where kernel configurations come from (``DELTAFUSE_TUNE``).
+
+    table: tables and earlier results; nothing is ever timed. lazy: a missing one is timed at its first use. off:
+    heuristics alone.
+    """
+    value = os.environ.get(TUNE_VARIABLE, "").strip().lower() or TUNE_MODES[0]
+    if value not in TUNE_MODES:
+        raise OptionError(unknown_name("mode", value, TUNE_MODES, f"in {TUNE_VARIABLE}"))
+    return value
+
+
+def cache_dir() -> Path:
+    """Where results that outlive a process are kept (``DELTAFUSE_CACHE_DIR``, else ``~/.cache/deltafuse``)."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/deltafuse").expanduser()

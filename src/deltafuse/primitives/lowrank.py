@@ -2,8 +2,13 @@
 
 lowrank_down: h = x A^T, x (..., K), A (r, K) -> h (..., r) in float32 for float16 inputs, else in the compute dtype.
 lowrank_up: y = h B^T, h (..., r), B (N, r) -> (..., N).
-lowrank_merge: [W +] B A, or a Hadamard product of two such; as matrices, float32 or better.
+lowrank_merge: [W +] s {B A, (B1 A1) * (B2 A2), B1 A1 + B2 A2} for W (N, K), B (N, r), A (r, K) -> (N, K).
+tucker_fold: sum_q mid[p, q, k] down[q, i] -> (p, I, *k), the core and the down factor as one wide down factor.
 tucker_merge: sum_pq up[o, p] mid[p, q, k] down[q, i] -> (N, I, *k).
+khatri_rao: both factors of (B1 A1) * (B2 A2) as one low-rank product of rank r1 r2.
+
+Merges and products of factors accumulate in float32 or better. ``out_dtype`` is what a result is rounded to, once; None
+leaves the accumulation dtype, and float64 stays float64 whatever is asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.precision import accumulate_dtype, branch_dtype, compute_dtype
+from .examples import Draw, Sizes, example
 from .gemm import product
 from .registry import primitive
 
@@ -52,25 +58,111 @@ def lowrank_up(h: Tensor, up: Tensor) -> Tensor:
     return product(h, up.to(h.dtype))
 
 
-@primitive("[W +] B A, or (B1 A1) * (B2 A2)")
-def lowrank_merge(weight: Tensor | None, pairs: tuple[tuple[Tensor, Tensor], ...], scale: Any) -> Tensor:
-    """scale times the elementwise product of up @ down over ``pairs``, added to ``weight`` (N, K) where given."""
+Pair = tuple[Tensor, Tensor]
+
+
+def rounded(result: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """``result`` in ``out_dtype``, unless that is None or the result is float64."""
+    return result if out_dtype is None or result.dtype == torch.float64 else result.to(out_dtype)
+
+
+@primitive("[W +] s B A, s (B1 A1) * (B2 A2) or s (B1 A1 + B2 A2)")
+def lowrank_merge(
+    weight: Tensor | None,
+    pairs: tuple[Pair, ...],
+    scale: Any,
+    mode: str = "product",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """scale (a number or a 0-d tensor) times the elementwise product, or with ``mode`` "sum" the sum, of up @ down over
+    ``pairs``, added to ``weight`` (N, K) where given."""
     work = accumulate_dtype(weight, *(factor for pair in pairs for factor in pair))
     (up, down), *rest = pairs
     if not rest and weight is not None and isinstance(scale, (int, float)):
-        return torch.addmm(weight.to(work), up.to(work), down.to(work), alpha=scale)
+        return rounded(torch.addmm(weight.to(work), up.to(work), down.to(work), alpha=scale), out_dtype)
     delta = up.to(work) @ down.to(work)
     for other_up, other_down in rest:
-        delta = delta * (other_up.to(work) @ other_down.to(work))
+        other = other_up.to(work) @ other_down.to(work)
+        delta = delta + other if mode == "sum" else delta * other
     delta = delta * scale
-    return delta if weight is None else weight.to(work) + delta
+    return rounded(delta if weight is None else weight.to(work) + delta, out_dtype)
+
+
+@primitive("Tucker core times down: sum over q of mid[p, q, k] down[q, i]")
+def tucker_fold(mid: Tensor, down: Tensor) -> Tensor:
+    """mid (p, q, *k), down (q, I) -> (p, I, *k)."""
+    work = accumulate_dtype(mid, down)
+    inner = torch.einsum("pqk,qi->pik", mid.to(work).flatten(2), down.to(work))
+    return inner.unflatten(2, mid.shape[2:])
 
 
 @primitive("Tucker: sum over p, q of up[o, p] mid[p, q, k] down[q, i]")
 def tucker_merge(up: Tensor, mid: Tensor, down: Tensor) -> Tensor:
     """up (N, p), mid (p, q, *k), down (q, I) -> (N, I, *k)."""
     work = accumulate_dtype(up, mid, down)
-    window = mid.shape[2:]
-    core = mid.to(work).flatten(2)
-    inner = torch.einsum("pqk,qi->pik", core, down.to(work))
-    return torch.einsum("op,pik->oik", up.to(work), inner).unflatten(2, window)
+    inner = tucker_fold(mid.to(work), down.to(work))
+    return (up.to(work) @ inner.flatten(1)).unflatten(1, inner.shape[1:])
+
+
+@primitive("both factors of (B1 A1) * (B2 A2) as one product of rank r1 r2")
+def khatri_rao(
+    up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """up[n, i q + j] = up1[n, i] up2[n, j] and down[i q + j, k] = down1[i, k] down2[j, k], q being up2's rank."""
+    work = accumulate_dtype(up1, down1, up2, down2)
+    up = (up1.to(work).unsqueeze(2) * up2.to(work).unsqueeze(1)).flatten(1)
+    down = (down1.to(work).unsqueeze(1) * down2.to(work).unsqueeze(0)).flatten(0, 1)
+    return rounded(up, out_dtype), rounded(down, out_dtype)
+
+
+def _pair(sizes: Sizes, draw: Draw, extra: int = 0) -> Pair:
+    rank = sizes.rank + extra
+    return draw.factor(sizes.out, rank), draw.factor(rank, sizes.inner, scale=sizes.inner**-0.5)
+
+
+@example("lowrank_merge", "one pair, W, rounded")
+def _merge_rounded(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return draw.weight(sizes.out, sizes.inner), (_pair(sizes, draw),), 0.7, "product", draw.dtype
+
+
+@example("lowrank_merge", "one pair, tensor scale")
+def _merge_scaled(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return None, (_pair(sizes, draw),), draw.positive()
+
+
+@example("lowrank_merge", "Hadamard, W, rounded")
+def _merge_hadamard(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    pairs = (_pair(sizes, draw), _pair(sizes, draw, 1))
+    return draw.weight(sizes.out, sizes.inner), pairs, 0.7, "product", draw.dtype
+
+
+@example("lowrank_merge", "Hadamard, tensor scale")
+def _merge_hadamard_scaled(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    scale, weight = draw.positive(), draw.weight(sizes.out, sizes.inner).requires_grad_()
+    return weight, (_pair(sizes, draw), _pair(sizes, draw)), scale
+
+
+@example("lowrank_merge", "sum, W, tensor scale, rounded")
+def _merge_sum(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    pairs = (_pair(sizes, draw), _pair(sizes, draw, 1))
+    return draw.weight(sizes.out, sizes.inner), pairs, draw.positive(), "sum", draw.dtype
+
+
+@example("tucker_fold", "3x3 core")
+def _fold(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return draw.factor(sizes.rank, sizes.rank + 1, 3, 3), draw.factor(sizes.rank + 1, sizes.inner)
+
+
+@example("tucker_merge", "3x3 core")
+def _tucker(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return draw.factor(sizes.out, sizes.rank), *_fold(sizes, draw)
+
+
+@example("khatri_rao", "layer's dtype")
+def _khatri_rao(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return *_pair(sizes, draw), *_pair(sizes, draw, 1), draw.dtype
+
+
+@example("khatri_rao", "accumulation dtype")
+def _khatri_rao_wide(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return *_pair(sizes, draw), *_pair(sizes, draw)

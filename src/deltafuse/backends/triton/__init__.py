@@ -15,7 +15,15 @@ from ...core.problem import Problem
 from ...core.verdict import Verdict
 from ..registry import Backend, register_backend
 
-OPERATIONS = {"lowrank_linear": "lowrank_linear"}
+OPERATIONS = {
+    "lowrank_linear": "lowrank_linear",
+    "kron_linear": "kron_linear",
+    "kron_apply": "kron_linear",
+    "khatri_rao": "khatri_rao",
+    "lowrank_merge": "lowrank_merge",
+    "tucker_fold": "tucker",
+    "tucker_merge": "tucker",
+}
 """Primitive -> module of ``ops`` that implements it under the same name."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -57,7 +65,12 @@ class TritonBackend(Backend):
             return Verdict(False, f"no Triton kernel for {primitive}")
         if problem.dtype not in DTYPES:
             return Verdict(False, f"{problem.dtype} runs the reference")
-        return Verdict(True, "fused kernel")
+        if problem.device.type == "cpu" and problem.dtype == torch.bfloat16:
+            return Verdict(False, "Triton's interpreter multiplies bfloat16 wrongly")
+        from .selftest import check
+
+        tested = check(primitive, problem.device, problem.dtype, lambda: self.implementation(primitive))
+        return Verdict(True, "fused kernel") if tested else tested
 
     def competes(self, primitive: str, problem: Problem) -> Verdict:
         if problem.device.type != "cuda":

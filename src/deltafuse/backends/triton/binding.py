@@ -7,7 +7,8 @@ autograd.Function, with nothing in between; a traced graph sees two library oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,11 @@ class Fused:
     """One operation.
 
     schema: arguments as a library schema, ``Tensor x, Tensor? bias, float alpha``. outputs: how many tensors forward
-    returns; the first is the result, the others are kept for backward only. forward(*args) -> tuple of tensors.
+    returns; the first ``results`` are the result, a tuple where there are several, and the others are kept for backward
+    only. forward(*args) -> tuple of tensors.
     fake: the same with shapes alone. save(args, outputs) -> (tensors or None, plain values) that backward needs.
     saved_schema: backward's arguments in that order. backward(grad, *tensors, *values, needs) -> one gradient, or None,
-    for each argument; ``needs`` says which are wanted.
+    for each argument; ``needs`` says which are wanted. With several results backward takes a gradient, or None, of each.
     """
 
     name: str
@@ -40,39 +42,63 @@ class Fused:
     saved_schema: str
     backward: Callable[..., Tensors]
     backward_fake: Callable[..., Tensors]
+    results: int = 1
 
 
-def bind(fused: Fused) -> Callable[..., Tensor]:
+FUSED: dict[str, Fused] = {}
+"""Every bound operation by name; filled as the modules of ``ops`` are imported."""
+_recording: list[tuple[str, Tensors]] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, Tensors]]]:
+    """Eager calls of fused operations inside the block, as (name, arguments). For tests; process-wide."""
+    global _recording
+    previous, _recording = _recording, []
+    try:
+        yield _recording
+    finally:
+        _recording = previous
+
+
+def bind(fused: Fused) -> Callable[..., Any]:
     """The callable that runs ``fused``: its result, differentiable once."""
+    FUSED[fused.name] = fused
     eager = _function(fused)
     traced = _operators(fused)
 
-    def run(*args: Any) -> Tensor:
+    def run(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return traced(*args)[0]
+            return _result(fused, traced(*args))
+        if _recording is not None:
+            _recording.append((fused.name, args))
         return eager(*args)
 
     run.__name__ = fused.name
     return run
 
 
-def _function(fused: Fused) -> Callable[..., Tensor]:
+def _result(fused: Fused, outputs: Tensors) -> Any:
+    return outputs[0] if fused.results == 1 else tuple(outputs[: fused.results])
+
+
+def _function(fused: Fused) -> Callable[..., Any]:
     class Run(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Tensor:
+        def forward(ctx: Any, *args: Any) -> Any:
             outputs = fused.forward(*args)
             tensors, ctx.values = fused.save(args, outputs)
             ctx.save_for_backward(*tensors)
             ctx.set_materialize_grads(False)
-            return outputs[0]
+            return _result(fused, outputs)
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad
-            if grads[0] is None:
+            if all(grad is None for grad in grads):
                 return (None,) * len(needs)
-            return fused.backward(grads[0], *ctx.saved_tensors, *ctx.values, needs)
+            return fused.backward(*grads, *ctx.saved_tensors, *ctx.values, needs)
 
     Run.__name__ = Run.__qualname__ = fused.name
     return Run.apply
@@ -81,13 +107,15 @@ def _function(fused: Fused) -> Callable[..., Tensor]:
 def _operators(fused: Fused) -> Callable[..., Tensors]:
     name, back = fused.name, f"{fused.name}_backward"
     LIBRARY.define(f"{name}({fused.schema}) -> ({', '.join(['Tensor'] * fused.outputs)})")
-    LIBRARY.define(f"{back}(Tensor grad, {fused.saved_schema}, bool[] needs) -> Tensor[]")
+    incoming = ", ".join(f"Tensor? grad_{index}" for index in range(fused.results))
+    incoming = "Tensor grad" if fused.results == 1 else incoming
+    LIBRARY.define(f"{back}({incoming}, {fused.saved_schema}, bool[] needs) -> Tensor[]")
 
     def filled(*args: Any) -> list[Tensor]:
-        return _whole(args[0], fused.backward(*args))
+        return _whole(args, fused.backward(*args))
 
     def filled_fake(*args: Any) -> list[Tensor]:
-        return _whole(args[0], fused.backward_fake(*args))
+        return _whole(args, fused.backward_fake(*args))
 
     LIBRARY.impl(name, fused.forward, _KEY)
     LIBRARY.impl(back, filled, _KEY)
@@ -103,15 +131,17 @@ def _operators(fused: Fused) -> Callable[..., Tensors]:
 
     def backward(ctx: Any, *grads: Any) -> Any:
         needs = list(ctx.needs_input_grad)
-        if grads[0] is None:
+        grads = grads[: fused.results]
+        if all(grad is None for grad in grads):
             return (None,) * len(needs)
-        found = run_back(grads[0], *ctx.saved_tensors, *ctx.values, needs)
+        found = run_back(*grads, *ctx.saved_tensors, *ctx.values, needs)
         return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
 
     torch.library.register_autograd(f"deltafuse::{name}", backward, setup_context=setup, lib=LIBRARY)
     return run
 
 
-def _whole(like: Tensor, grads: Sequence[Any]) -> list[Tensor]:
+def _whole(args: Sequence[Any], grads: Sequence[Any]) -> list[Tensor]:
     """Operators return no None: an unwanted gradient is an empty tensor."""
+    like = next(arg for arg in args if isinstance(arg, Tensor))
     return [like.new_empty(0) if grad is None else grad for grad in grads]

@@ -1,8 +1,9 @@
-"""What every launch needs: grid arithmetic, dtype rules of kernels, counters for split reductions."""
+"""What every launch needs: bound launchers, grid arithmetic, dtype rules of kernels, counters for split reductions."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,3 +60,67 @@ def counter(device: torch.device, count: int) -> Tensor:
     if held is None or held.numel() < count:
         held = _counters[device, stream] = torch.zeros(max(4096, count), dtype=torch.int32, device=device)
     return held
+
+
+# -- bound launchers --------------------------------------------------------------------------------------------------
+# Triton's own launch binds a signature, specializes every argument and hashes the result, some 40 us of host time for a
+# kernel of thirty arguments. Here one tuple finds the compiled kernel, and its launcher is called directly.
+
+_bound: dict[Any, Any] = {}
+_free: dict[Any, frozenset[int]] = {}
+_BIG = 1 << 31
+
+
+def _free_arguments(kernel: Any) -> frozenset[int]:
+    """Positions whose value never changes the code: what the kernel asks not to specialize."""
+    found = _free.get(kernel)
+    if found is None:
+        found = _free[kernel] = frozenset(param.num for param in kernel.params if param.do_not_specialize)
+    return found
+
+
+def _key(kernel: Any, device: int, warps: int, stages: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    free = _free_arguments(kernel)
+    parts: list[Any] = [kernel, device, warps, stages]
+    for index, arg in enumerate(args):
+        if isinstance(arg, Tensor):
+            parts.append(arg.dtype)
+            parts.append(arg.data_ptr() & 15 == 0)
+        elif type(arg) is float:
+            parts.append(float)
+        elif index in free and type(arg) is int and arg < _BIG:
+            parts.append(int)
+        elif hasattr(arg, "block_shape"):  # a tensor descriptor
+            parts.append(arg.base.dtype)
+            parts.append(tuple(arg.block_shape))
+        else:
+            parts.append(arg)
+    return tuple(parts)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], warps: int, stages: int, *args: Any) -> None:
+    """``kernel[grid](*args, num_warps=warps, num_stages=stages)`` on the device of the first argument."""
+    first = getattr(args[0], "base", args[0])
+    if not first.is_cuda:
+        kernel[grid](*args, num_warps=warps, num_stages=stages)
+        return
+    device = first.get_device()
+    key = _key(kernel, device, warps, stages, args)
+    compiled = _bound.get(key)
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _start(kernel, key, compiled, device, grid, warps, stages, args)
+    else:
+        _start(kernel, key, compiled, device, grid, warps, stages, args)
+
+
+def _start(
+    kernel: Any, key: Any, compiled: Any, device: int, grid: tuple[int, ...], warps: int, stages: int, args: Any
+) -> None:
+    if compiled is None:
+        _bound[key] = kernel[grid](*args, num_warps=warps, num_stages=stages)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    y = grid[1] if len(grid) > 1 else 1
+    z = grid[2] if len(grid) > 2 else 1
+    compiled.run(grid[0], y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)

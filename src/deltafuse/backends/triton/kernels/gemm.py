@@ -1,14 +1,15 @@
 """A matrix product with the adapter's epilogue, in one launch.
 
-y = gain (a op(b)) + s h up^T + bias
+y = gain (a op(b)) + up_gain s h up^T + bias
 
 Shapes: a (M, K); b (N, K) read as b^T ("forward": y = x W^T) or b (K, N) read as it lies ("backward": dX = dY W);
-gain and bias (N,); h (M, r); up (N, r) beside a forward b and (r, N) beside a backward one; y (M, N) in a's dtype.
+gain, up_gain and bias (N,); h (M, r); up (N, r) beside a forward b and (r, N) beside a backward one; y (M, N) in the
+dtype of a.
 
-Bytes: a, b, h and up are read and y is written, once each by count; re-reads of a and b by neighbouring tiles are meant
-to hit the L2 cache, which is why tiles run in groups of rows. Flops: 2 M N (K + r), the rank rounded up to a multiple of
-16. Launches: one. Nothing is recomputed and there is no workspace. Deterministic: one program sums each output element
-in a fixed order, and nothing is split along K.
+Bytes: a, b, h and up are read and y is written once each; what neighbouring tiles read again is meant to come from the
+L2 cache, which is why tiles run in groups of rows. Flops: 2 M N (K + r), r padded to a power of two of at least 16.
+Launches: one. Nothing is recomputed and there is no workspace. Deterministic: one program sums each output element in a
+fixed order, and nothing is split along K.
 
 Precision: everything accumulates in float32 and is rounded to y's dtype once. The rank-space product runs in h's dtype;
 s is multiplied into up in float32 before up is rounded to that dtype. A float32 h beside a 16-bit a costs three TF32
@@ -21,15 +22,23 @@ pointers and masks for every other case: strides TMA cannot take, float32, older
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from ..launch import ceil_div, launch, pad_rank, processors
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # Triton before 3.4: only the pointer kernel
-    TensorDescriptor = None
+    TensorDescriptor = None  # type: ignore[assignment,misc]
+
+
+Vectors = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Config:
     group_m: rows of tiles that run together, so that they share b through L2. tma: the TMA kernel. subtile: y leaves in
     two halves, which halves its staging buffer. per_sm: programs per multiprocessor in the TMA kernel; two hide one
     another's epilogues. flatten: the loops over tiles and over K become one, so that the next tile's loads overlap this
-    tile's epilogue. specialize: separate warps load and multiply.
+    tile's epilogue.
     """
 
     block_m: int
@@ -52,7 +61,6 @@ class Config:
     subtile: bool = False
     per_sm: int = 1
     flatten: bool = False
-    specialize: bool = False
 
 
 @triton.jit
@@ -84,9 +92,30 @@ def _load_rank_bits(ptr, index, count, rank, r, by_index, by_rank):
 
 
 @triton.jit
+def _load_vector(ptr, rn, N):
+    """bias or gain of one tile's columns."""
+    return tl.load(ptr + rn, rn < N, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _tf32_part(x):
+    """x cut to the digits that a TF32 product reads; x less this part is exact (and NaN where x is infinite)."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _add_rank(acc, h, up, scale, PRECISION: tl.constexpr):
-    """acc + h (scale up)^T in h's dtype."""
-    return tl.dot(h, (up.to(tl.float32) * scale).to(h.dtype).T, acc, input_precision=PRECISION)
+    """acc + h (scale up)^T in h's dtype; scale is a number or a column of numbers."""
+    up = up.to(tl.float32) * scale
+    if PRECISION == "split":
+        # what Triton's own "tf32x3" computes, without its second accumulator, which spills beside a large tile
+        h_high = _tf32_part(h)
+        up_high = _tf32_part(up)
+        acc = tl.dot(h - h_high, up_high.T, acc, input_precision="tf32")
+        acc = tl.dot(h_high, (up - up_high).T, acc, input_precision="tf32")
+        return tl.dot(h_high, up_high.T, acc, input_precision="tf32")
+    else:
+        return tl.dot(h, up.to(h.dtype).T, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -104,12 +133,12 @@ def _add_ranks(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_epilogue_kernel(
-    a_ptr, b_ptr, y_ptr, bias_ptr, gain_ptr, h_ptr, up_ptr,
+    a_ptr, b_ptr, y_ptr, bias_ptr, gain_ptr, up_gain_ptr, h_ptr, up_ptr,
     M, N, K, r, scale,
     a_rows, a_cols, b_n, b_k, y_rows, y_cols, h_rows, h_cols, up_n, up_r,
-    HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_RANK: tl.constexpr, HAS_UP_GAIN: tl.constexpr,
     PRECISION: tl.constexpr, RANK_PRECISION: tl.constexpr, CHUNK: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -137,11 +166,14 @@ def gemm_epilogue_kernel(
         pa += BK * a_cols
         pb += BK * b_k
     if HAS_GAIN:
-        acc *= tl.load(gain_ptr + rn, rn < N, 0.0).to(tl.float32)[None, :]
+        acc *= _load_vector(gain_ptr, rn, N)[None, :]
     if HAS_RANK:
-        acc = _add_ranks(acc, h_ptr, up_ptr, rm, rn, M, N, r, scale, h_rows, h_cols, up_n, up_r, RANK_PRECISION, CHUNK)
+        factor = scale
+        if HAS_UP_GAIN:
+            factor = (_load_vector(up_gain_ptr, rn, N) * scale)[:, None]
+        acc = _add_ranks(acc, h_ptr, up_ptr, rm, rn, M, N, r, factor, h_rows, h_cols, up_n, up_r, RANK_PRECISION, CHUNK)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + rn, rn < N, 0.0).to(tl.float32)[None, :]
+        acc += _load_vector(bias_ptr, rn, N)[None, :]
     tl.store(y_ptr + wide_m * y_rows + wide_n * y_cols, acc.to(y_ptr.dtype.element_ty), rows_ok & cols_ok)
 
 
@@ -157,25 +189,32 @@ def _store(y, tile, first_m, first_n, M, N, y_rows, y_cols, TMA_STORE: tl.conste
         tl.store(y + where, tile.to(y.dtype.element_ty), (rm < M)[:, None] & (rn < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_epilogue_tma_kernel(
-    a, b, y, bias_ptr, gain_ptr, h_ptr, up_ptr,
+    a, b, y, bias_ptr, gain_ptr, up_gain_ptr, h_ptr, up_ptr,
     M, N, K, r, scale,
     y_rows, y_cols, h_rows, h_cols, up_n, up_r,
-    TRANSPOSED_B: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_RANK: tl.constexpr,
+    TRANSPOSED_B: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_RANK: tl.constexpr, HAS_UP_GAIN: tl.constexpr,
     RANK_PRECISION: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SUBTILE: tl.constexpr, TMA_STORE: tl.constexpr, FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
+    SUBTILE: tl.constexpr, TMA_STORE: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Every program takes each num_programs-th tile of y. a and b are descriptors, y is one where TMA_STORE."""
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         row, col = _tile_of(tile, M, N, BM, BN, GROUP)
         first_m = row * BM
         first_n = col * BN
         rm = first_m + tl.arange(0, BM)
         rn = first_n + tl.arange(0, BN)
-        # few registers when the rank is small, and the main loop hides the latency
+        # what takes few registers is loaded here, where the main loop hides the latency; in a flattened loop, values
+        # held across it would make the compiler wait after each product
+        if not FLATTEN:
+            if HAS_GAIN:
+                gain = _load_vector(gain_ptr, rn, N)
+            if HAS_BIAS:
+                bias = _load_vector(bias_ptr, rn, N)
         if EARLY:
             rank = tl.arange(0, CHUNK)
             h = _load_rank_bits(h_ptr, rm, M, rank, r, h_rows, h_cols)
@@ -188,16 +227,23 @@ def gemm_epilogue_tma_kernel(
             else:
                 acc = tl.dot(x, b.load([k, first_n]), acc)
         if HAS_GAIN:
-            acc *= tl.load(gain_ptr + rn, rn < N, 0.0).to(tl.float32)[None, :]
+            if FLATTEN:
+                gain = _load_vector(gain_ptr, rn, N)
+            acc *= gain[None, :]
         if HAS_RANK:
+            factor = scale
+            if HAS_UP_GAIN:
+                factor = (_load_vector(up_gain_ptr, rn, N) * scale)[:, None]
             if EARLY:
-                acc = _add_rank(acc, h.to(h_ptr.dtype.element_ty, bitcast=True), up, scale, RANK_PRECISION)
+                acc = _add_rank(acc, h.to(h_ptr.dtype.element_ty, bitcast=True), up, factor, RANK_PRECISION)
             else:
                 acc = _add_ranks(
-                    acc, h_ptr, up_ptr, rm, rn, M, N, r, scale, h_rows, h_cols, up_n, up_r, RANK_PRECISION, CHUNK
+                    acc, h_ptr, up_ptr, rm, rn, M, N, r, factor, h_rows, h_cols, up_n, up_r, RANK_PRECISION, CHUNK
                 )
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + rn, rn < N, 0.0).to(tl.float32)[None, :]
+            if FLATTEN:
+                bias = _load_vector(bias_ptr, rn, N)
+            acc += bias[None, :]
         if SUBTILE:
             left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
             _store(y, left, first_m, first_n, M, N, y_rows, y_cols, TMA_STORE)
@@ -207,39 +253,220 @@ def gemm_epilogue_tma_kernel(
 
 
 _HALF = (torch.bfloat16, torch.float16)
-# Bytes of shared memory one program may use, by compute capability; anything unlisted gets the smallest.
-_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
-_POINTER = (
-    Config(128, 128, 64, warps=8, stages=3, tma=False),
-    Config(128, 128, 32, warps=4, stages=4, tma=False),
-    Config(64, 128, 64, warps=4, stages=3, tma=False),
-    Config(64, 64, 64, warps=4, stages=3, tma=False),
-    Config(32, 64, 64, warps=4, stages=4, tma=False),
-    Config(16, 64, 64, warps=4, stages=4, tma=False),
+# Shared memory of one multiprocessor in KiB, by compute capability; what is not listed (AMD among it) gets 64.
+_SHARED = {
+    (8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100,
+    (9, 0): 228, (10, 0): 228, (10, 3): 228, (12, 0): 100, (12, 1): 100,
+}  # fmt: skip
+
+# Candidates, each with its relative rate per element of y once every multiprocessor is busy.
+_TMA: tuple[tuple[Config, float], ...] = (
+    (Config(128, 256, 64, warps=8, stages=3), 1.0),
+    (Config(128, 256, 64, warps=8, stages=4, subtile=True), 0.99),
+    (Config(128, 256, 64, warps=8, stages=3, subtile=True, flatten=True), 0.98),
+    (Config(256, 128, 64, warps=8, stages=4, subtile=True), 0.97),
+    (Config(128, 128, 64, warps=4, stages=3, subtile=True, per_sm=2), 0.95),
+    (Config(128, 128, 64, warps=8, stages=4), 0.85),
+    (Config(64, 256, 64, warps=4, stages=4, subtile=True), 0.8),
+    (Config(64, 128, 64, warps=4, stages=4), 0.65),
+    (Config(64, 64, 64, warps=4, stages=4), 0.45),
 )
-_POINTER_FP32 = (
-    Config(64, 64, 32, warps=4, stages=3, tma=False),
-    Config(32, 64, 32, warps=4, stages=3, tma=False),
-    Config(16, 64, 32, warps=4, stages=3, tma=False),
+_POINTER: tuple[tuple[Config, float], ...] = (
+    (Config(128, 128, 64, warps=8, stages=3, tma=False), 1.0),
+    (Config(128, 128, 32, warps=8, stages=4, tma=False), 0.97),
+    (Config(64, 128, 64, warps=4, stages=3, tma=False), 0.85),
+    (Config(64, 64, 64, warps=4, stages=3, tma=False), 0.65),
+    (Config(32, 64, 64, warps=4, stages=4, tma=False), 0.45),
+    (Config(16, 64, 64, warps=4, stages=4, tma=False), 0.3),
 )
-_TMA = (
-    Config(128, 256, 64, warps=8, stages=4, subtile=True),
-    Config(128, 256, 64, warps=8, stages=3, flatten=True, subtile=True),
-    Config(256, 128, 64, warps=8, stages=4, subtile=True),
-    Config(128, 128, 64, warps=4, stages=3, subtile=True, per_sm=2),
-    Config(128, 128, 64, warps=8, stages=4),
-    Config(64, 256, 64, warps=4, stages=4, subtile=True),
-    Config(64, 128, 64, warps=4, stages=4),
-    Config(64, 64, 64, warps=4, stages=4),
+_POINTER_FP32: tuple[tuple[Config, float], ...] = (
+    (Config(64, 64, 32, warps=4, stages=3, tma=False), 1.0),
+    (Config(32, 64, 32, warps=4, stages=3, tma=False), 0.7),
+    (Config(16, 64, 32, warps=4, stages=3, tma=False), 0.4),
 )
 
 
-def _tiles(config: Config, M: int, N: int) -> int:
-    return -(-M // config.block_m) * -(-N // config.block_n)
+def _shared_bytes(config: Config, itemsize: int) -> int:
+    """Shared memory of one program: the operands' stages and, in the TMA kernel, y's staging buffer."""
+    operands = config.stages * (config.block_m + config.block_n) * config.block_k * itemsize
+    if not config.tma:
+        return operands
+    return operands + config.block_m * config.block_n * itemsize // (2 if config.subtile else 1)
 
 
-def _rank_blocks(config: Config, r: int, wide: bool) -> tuple[int, bool]:
-    """Ranks per step, and whether the factors are loaded ahead of the main loop. ``wide``: h is float32."""
-    padded = max(16, 1 << (r - 1).bit_length())
-    chunk = min(padded, 64)
-    return chunk, padded <= 16 and not wide
+def _fits(config: Config, itemsize: int, capability: tuple[int, int]) -> bool:
+    # each program also pays 1 KiB to the driver
+    return config.per_sm * (_shared_bytes(config, itemsize) + 1024) <= _SHARED.get(capability, 64) * 1024
+
+
+def _has_tma(capability: tuple[int, int]) -> bool:
+    return TensorDescriptor is not None and capability[0] in (9, 10)
+
+
+def _rated(
+    N: int, K: int, dtype: torch.dtype, capability: tuple[int, int], tma: bool | None
+) -> list[tuple[Config, float]]:
+    """Legal candidates and their rates. ``tma`` None: where sizes permit it, strides taken to be those of row-major."""
+    if tma is None:
+        tma = N % 8 == 0 and K % 8 == 0
+    if tma and dtype in _HALF and _has_tma(capability):
+        table = _TMA
+    else:
+        table = _POINTER if dtype in _HALF else _POINTER_FP32
+    return [pair for pair in table if _fits(pair[0], dtype.itemsize, capability)]
+
+
+def configs(
+    M: int, N: int, K: int, dtype: torch.dtype, device_capability: tuple[int, int], tma: bool | None = None
+) -> list[Config]:
+    """Legal candidates for one problem, those of far too many rows left out."""
+    rated = _rated(N, K, dtype, device_capability, tma)
+    return [config for config, _ in rated if config.block_m <= max(2 * M, 64)]
+
+
+@lru_cache(maxsize=4096)
+def default_config(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    device_capability: tuple[int, int],
+    tma: bool | None = None,
+    multiprocessors: int = 132,
+) -> Config:
+    """The candidate whose tiles, in whole rounds over the multiprocessors, should finish first."""
+
+    def rounds(pair: tuple[Config, float]) -> float:
+        config, rate = pair
+        tiles = ceil_div(M, config.block_m) * ceil_div(N, config.block_n)
+        return ceil_div(tiles, multiprocessors) * config.block_m * config.block_n / rate
+
+    return min(_rated(N, K, dtype, device_capability, tma), key=rounds)[0]
+
+
+def _rank_blocks(config: Config, r: int, h_itemsize: int) -> tuple[int, bool]:
+    """Ranks per step, and whether the factors are loaded ahead of the main loop."""
+    # 32 registers a thread for the longer factor is what a full accumulator leaves; splitting float32 takes more
+    fitting = (32 if h_itemsize == 2 else 8) * 32 * config.warps // max(config.block_m, config.block_n)
+    chunk = max(16, min(pad_rank(max(1, r)), fitting, 64))
+    early = 0 < r <= 16 and h_itemsize == 2 and not config.flatten
+    return chunk, early
+
+
+@lru_cache(maxsize=16)
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability, (0, 0) where there is none (AMD, the interpreter), and multiprocessors."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0), processors(device)
+
+
+def _takes_tma(t: Tensor) -> bool:
+    """Whether a descriptor can address t: unit columns, rows of whole 16-byte units, an aligned start."""
+    rows, cols = t.stride()
+    return (
+        t.dtype in _HALF
+        and cols == 1
+        and rows >= t.shape[1]
+        and rows % 8 == 0
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
+    )
+
+
+def _describe(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols])
+
+
+def _strides(t: Tensor | None, swapped: bool = False) -> tuple[int, int]:
+    """Of rows and columns, or of columns and rows; of an absent tensor, anything."""
+    if t is None:
+        return 0, 1
+    first, second = t.stride()
+    return (second, first) if swapped else (first, second)
+
+
+def _rank_precision(a: Tensor, h: Tensor | None, base: str) -> str:
+    return "split" if h is not None and h.dtype == torch.float32 and a.dtype != torch.float32 else base
+
+
+def _halves(config: Config) -> int:
+    return 2 if config.subtile else 1
+
+
+def _launch_tma(
+    operands: tuple[Tensor, Tensor, Tensor], vectors: Vectors, numbers: tuple[Any, ...], rank_strides: tuple[int, ...],
+    transposed_b: bool, config: Config, sms: int, flags: tuple[Any, ...], chunk: int, early: bool,
+) -> None:  # fmt: skip
+    a, b, y = operands
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    stored = _takes_tma(y)
+    tiles = ceil_div(y.shape[0], block_m) * ceil_div(y.shape[1], block_n)
+    launch(
+        gemm_epilogue_tma_kernel, (min(tiles, sms * config.per_sm),), config.warps, config.stages,
+        _describe(a, block_m, block_k),
+        _describe(b, block_n, block_k) if transposed_b else _describe(b, block_k, block_n),
+        _describe(y, block_m, block_n // (2 if config.subtile else 1)) if stored else y,
+        *vectors, *numbers, *y.stride(), *rank_strides,
+        transposed_b, *flags, chunk, early, block_m, block_n, block_k, config.group_m,
+        config.subtile, stored, config.flatten,
+    )  # fmt: skip
+
+
+def _launch_pointer(
+    operands: tuple[Tensor, Tensor, Tensor], vectors: Vectors, numbers: tuple[Any, ...], rank_strides: tuple[int, ...],
+    transposed_b: bool, config: Config, flags: tuple[Any, ...], precision: str, chunk: int,
+) -> None:  # fmt: skip
+    a, b, y = operands
+    tiles = ceil_div(y.shape[0], config.block_m) * ceil_div(y.shape[1], config.block_n)
+    launch(
+        gemm_epilogue_kernel, (tiles,), config.warps, config.stages,
+        a, b, y, *vectors, *numbers, *a.stride(), *_strides(b, swapped=not transposed_b), *y.stride(), *rank_strides,
+        *flags[:4], precision, flags[4], chunk, a.shape[1] % config.block_k == 0,
+        config.block_m, config.block_n, config.block_k, config.group_m,
+    )  # fmt: skip
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transposed_b: bool,
+    bias: Tensor | None = None,
+    gain: Tensor | None = None,
+    h: Tensor | None = None,
+    up: Tensor | None = None,
+    up_gain: Tensor | None = None,
+    scale: float = 1.0,
+    config: Config | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """gain (a b^T) + up_gain scale h up^T + bias where ``transposed_b``, else gain (a b) + up_gain scale h up + bias.
+
+    A ``config`` of the TMA kernel gives way to a default of the pointer kernel where a's or b's strides rule TMA out.
+    """
+    M, K = a.shape
+    N = b.shape[0 if transposed_b else 1]
+    if b.shape != ((N, K) if transposed_b else (K, N)) or b.dtype != a.dtype:
+        raise ValueError(f"a {tuple(a.shape)} of {a.dtype} and b {tuple(b.shape)} of {b.dtype} do not multiply")
+    y = torch.empty((M, N), dtype=a.dtype, device=a.device) if out is None else out
+    if y.numel() == 0:
+        return y
+    if h is None or up is None or h.shape[1] == 0:
+        h = up = up_gain = None
+    r = 0 if h is None else h.shape[1]
+    capability, sms = _device(a.device)
+    tma = _has_tma(capability) and _takes_tma(a) and _takes_tma(b)
+    if config is None or (config.tma and not tma):
+        config = default_config(M, N, K, a.dtype, capability, tma, sms)
+
+    base = "tf32" if a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    chunk, early = _rank_blocks(config, r, 0 if h is None else h.dtype.itemsize)
+    flags = (bias is not None, gain is not None, h is not None, up_gain is not None, _rank_precision(a, h, base))
+    vectors = tuple(None if item is None else item.contiguous() for item in (bias, gain, up_gain))
+    numbers = (M, N, K, r, float(scale))
+    rank_strides = (*_strides(h), *_strides(up, swapped=not transposed_b))
+    if config.tma:
+        _launch_tma((a, b, y), (*vectors, h, up), numbers, rank_strides, transposed_b, config, sms, flags, chunk, early)
+    else:
+        _launch_pointer((a, b, y), (*vectors, h, up), numbers, rank_strides, transposed_b, config, flags, base, chunk)
+    return y

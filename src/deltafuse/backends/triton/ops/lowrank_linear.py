@@ -1,8 +1,8 @@
 """A linear layer with a low-rank path: LoRA, DyLoRA, T-LoRA, LoHa through its Khatri-Rao factors, DoRA of any of them.
 
-Forward, two launches: h = x A^T together with C = bias + alpha h B^T; then y = C + x W^T in one product. With a gain
-(DoRA) the product comes first and one pass writes y = gain (x W^T) + up_gain alpha h B^T + bias.
-Backward, three launches: q = alpha dY B together with C = q A; both factors' gradients; dX = C + dY W.
+Forward, two launches: h = x A^T; y = gain (x W^T) + up_gain alpha h B^T + bias as one product with an epilogue.
+Backward, three launches: one pass over dY (q, G, the parts of dB); dX = (dY or G) W + q A as one product with an
+epilogue; one pass over x (dA and the rest).
 Saved: x, h; with a gain also y. Nothing else of the layer's size is kept.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from ....core.precision import compute_dtype
 from ....primitives.linear import lowrank_linear as reference
 from ..binding import Fused, bind
-from ..kernels import gain as gain_kernels
-from ..kernels import lowrank
-from ..launch import MAX_KERNEL_RANK
+from ..kernels import passes
+from ..launch import MAX_KERNEL_RANK, rank_dtype
+from ..products import with_lowrank
 
 SCHEMA = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float alpha, Tensor? gain, Tensor? up_gain, "
@@ -41,19 +41,12 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (..., N), h (M, r))."""
     flat = _flat(x)
-    h, c = lowrank.forward(flat, down, up, bias, up_gain, mask, alpha, prefill=gain is None)
-    if gain is None:
-        assert c is not None
-        y = c.addmm_(flat, weight.t())
-    else:
-        assert up_gain is not None
-        y = gain_kernels.finish(torch.mm(flat, weight.t()), h, up, bias, gain, up_gain, alpha)
+    h = passes.down(flat, down, mask)
+    y = with_lowrank(flat, weight, h, up, alpha, bias=bias, gain=gain, up_gain=up_gain)
     return y.view(*x.shape[:-1], weight.shape[0]), h
 
 
 def fake(x: Tensor, weight: Tensor, bias: Any, down: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    from ..launch import rank_dtype
-
     rows = x.numel() // x.shape[-1]
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return y, x.new_empty((rows, down.shape[0]), dtype=rank_dtype(x.dtype))
@@ -71,12 +64,11 @@ def backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, weight, bias, down, up, gain and up_gain, in the order of the arguments."""
     flat, dy = _flat(x), _flat(grad)
-    q, c, g = lowrank.backward(dy, down, up, gain, up_gain, mask, alpha, prefill=needs[0])
-    grads = lowrank.gradients(
-        dy, flat, None if y is None else _flat(y), h, q, down, up, bias, gain, up_gain, alpha, needs[3], needs[4]
-    )
-    scaled = dy if g is None else g
-    dx = None if c is None else c.addmm_(scaled, weight).view(x.shape)
+    want_q = needs[0] or needs[3]
+    parts = passes.grad(dy, None if y is None else _flat(y), h, up, gain, up_gain, mask, alpha, want_q, needs[4])
+    scaled = dy if parts.g is None else parts.g
+    dx = with_lowrank(scaled, weight, parts.q, down, 1.0, transposed=True).view(x.shape) if needs[0] else None
+    grads = passes.finish(parts, flat, down, up, bias, gain, up_gain, alpha, needs[3])
     dweight = scaled.t() @ flat if needs[1] else None
     dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] and bias is not None else None
     return dx, dweight, dbias, grads.down, grads.up if needs[4] else None, None, grads.gain, grads.up_gain, None

@@ -1,0 +1,49 @@
+"""The base product with a low-rank epilogue: which of two ways runs it.
+
+fused: one Triton kernel, nothing of the layer's size is written twice. pieces: the vendor library's product, then the
+low-rank part added in place. Both are exact; which is faster depends on card and shape.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kernels import gain as gain_kernel
+from .kernels import gemm as gemm_kernel
+
+FUSED = True
+FORCED = False
+
+
+def with_lowrank(
+    a: Tensor, weight: Tensor, h: Tensor, up: Tensor, alpha: float, *, transposed: bool = False,
+    bias: Tensor | None = None, gain: Tensor | None = None, up_gain: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y = gain (a W^T) + up_gain alpha h up^T + bias for a (M, K), W (N, K), h (M, r), up (N, r).
+
+    ``transposed``: y = a W + alpha h up for a (M, N), up (r, K), the backward product.
+    """
+    if a.shape[0] == 0:
+        return a.new_empty((0, weight.shape[1 if transposed else 0]))
+    if _fused(a, weight, h, transposed, gain is not None):
+        return gemm_kernel.gemm(
+            a, weight, transposed_b=not transposed, bias=bias, gain=gain, h=h, up=up, up_gain=up_gain, scale=alpha
+        )
+    if gain is not None:
+        assert up_gain is not None
+        return gain_kernel.finish(torch.mm(a, weight.t()), h, up, bias, gain, up_gain, alpha)
+    matrix = up if transposed else up.t()
+    if transposed:
+        y = torch.mm(a, weight)
+    else:
+        y = F.linear(a, weight, None if bias is None else bias.to(a.dtype))
+    if h.dtype == y.dtype:
+        return y.addmm_(h, matrix.to(h.dtype), alpha=alpha)
+    return y.add_(h @ matrix.to(h.dtype), alpha=alpha)
+
+
+def _fused(a: Tensor, weight: Tensor, h: Tensor, transposed: bool, gained: bool) -> bool:
+    """Whether the fused kernel runs this product."""
+    return FUSED and (a.is_cuda or FORCED) and a.dtype != torch.float32

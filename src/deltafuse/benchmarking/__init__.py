@@ -1,0 +1,1 @@
+"""Measurements: single operations and whole training steps, checked before they are timed."""
