@@ -1,7 +1,7 @@
 """Training-step benchmark: a thin caller of ``deltafuse bench steps``, for a checkout that is not installed.
 
-    python benchmarks/steps.py --out steps.json            # on a CUDA machine
-    python benchmarks/steps.py --device cpu --small        # a smoke run
+python benchmarks/steps.py --out steps.json            # on a CUDA machine
+python benchmarks/steps.py --device cpu --small        # a smoke run
 """
 
 from __future__ import annotations

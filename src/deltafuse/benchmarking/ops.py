@@ -30,7 +30,18 @@ from ..core.problem import Problem
 from ..core.timing import device_seconds
 from ..primitives import get_primitive, shapes
 from ..primitives.examples import (
-    Draw, Example, Sizes, examples, floor_of, incoming_for, leaves, limit, outputs_of, relative_error, run, widened,
+    Draw,
+    Example,
+    Sizes,
+    examples,
+    floor_of,
+    incoming_for,
+    leaves,
+    limit,
+    outputs_of,
+    relative_error,
+    run,
+    widened,
 )  # fmt: skip
 from ..verification.sweep import fits
 from .measure import copy_rate, launches, peak_bytes, product_rate, wall_and_host

@@ -1,7 +1,7 @@
 """Tuning ahead of time: the operations run forward and backward at given sizes, and every kernel they launch is timed.
 
-Nothing here knows a kernel: whatever asks :mod:`deltafuse.backends.triton.tuning` for a configuration is tuned. A result
-is stored the moment it is there; what is stored already is not timed again unless asked for.
+Nothing here knows a kernel: whatever asks :mod:`deltafuse.backends.triton.tuning` for a configuration is tuned. A
+result is stored the moment it is there; what is stored already is not timed again unless asked for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def cases(plan: Plan) -> list[tuple[Example, Sizes, torch.dtype]]:
             raise OptionError(unknown_name("operation", name, OPERATIONS, "of the triton backend"))
     names = plan.primitives or list(OPERATIONS)
     return [
-        (case, sizes, dtype) for dtype in plan.dtypes for sizes in plan.sizes for name in names for case in examples(name)
+        (case, sizes, dtype)
+        for dtype in plan.dtypes
+        for sizes in plan.sizes
+        for name in names
+        for case in examples(name)
     ]
 
 
@@ -61,7 +65,11 @@ def tune(plan: Plan, report: Report) -> Iterator[Report]:
         for case, sizes, dtype in cases(plan):
             function = backend.implementation(case.primitive)
             try:
-                run(function, case.build(sizes, Draw(dtype, plan.device, plan.factors, seed=9, local=local)), local=local)
+                run(
+                    function,
+                    case.build(sizes, Draw(dtype, plan.device, plan.factors, seed=9, local=local)),
+                    local=local,
+                )
             except torch.OutOfMemoryError:
                 report.notes[f"{sizes.rows} x {sizes.out} x {sizes.inner}: out of memory"] = None
                 torch.cuda.empty_cache()

@@ -39,9 +39,12 @@ def ops(
         list[str] | None, typer.Option(help="float32, float16 or bfloat16. Default: bfloat16, float32 on a CPU.")
     ] = None,
     arm: Annotated[
-        list[str] | None, typer.Option(help="eager, compile or a backend; may be repeated. Default: eager, compile, triton.")
+        list[str] | None,
+        typer.Option(help="eager, compile or a backend; may be repeated. Default: eager, compile, triton."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU where there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU where there is one.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for every sample.")] = None,
     small: Annotated[bool, typer.Option("--small", help="One tiny size and few rounds: a smoke run.")] = False,
     first: Annotated[bool, typer.Option("--first", help="Only the first example of each primitive.")] = False,

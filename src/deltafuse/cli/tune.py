@@ -32,7 +32,9 @@ def tune(
     primitive: Annotated[
         list[str] | None, typer.Option(help="Operation to tune; may be repeated. Default: all with kernels.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU where there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU where there is one.")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Time what has been tuned before, too.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write every result of this card to this table file.")] = None,
 ) -> None:
@@ -68,11 +70,11 @@ def _plan(shape: list[str], dtype: list[str], primitive: list[str], device: str 
 
 def show(report: Report) -> None:
     """Best against default for each key, and where results are."""
-    rows = [
-        (item.kernel, item.key, f"{1e6 * item.default_seconds:.1f}", f"{1e6 * item.seconds:.1f}",
-         f"{item.default_seconds / item.seconds:.2f}x", "default" if item.config == item.default else _short(item.config))
-        for item in report.outcomes
-    ]  # fmt: skip
+    rows = []
+    for item in report.outcomes:
+        times = [f"{1e6 * seconds:.1f}" for seconds in (item.default_seconds, item.seconds)]
+        config = "default" if item.config == item.default else _short(item.config)
+        rows.append((item.kernel, item.key, *times, f"{item.default_seconds / item.seconds:.2f}x", config))
     columns = ("kernel", "dtype, row bucket, sizes, flags", "default us", "best us", "gain", "configuration")
     print_table("Tuned", columns, rows)
     for note in report.notes:

@@ -33,7 +33,9 @@ def verify(
     primitive: Annotated[
         list[str] | None, typer.Option(help="Primitive to check; may be repeated. Default: all with examples.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU where there is one.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU where there is one.")
+    ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="float32, float16 or bfloat16; may be repeated. Default: all it can run.")
     ] = None,

@@ -1,4 +1,4 @@
-"""Device time of calls: interleaved, shuffled, cold in L2, and behind a backlog so that the host's pace does not show."""
+"""Device time of calls: interleaved, shuffled, cold in L2, behind a backlog so that the host's pace does not show."""
 
 from __future__ import annotations
 

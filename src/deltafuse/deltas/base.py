@@ -96,6 +96,10 @@ class Delta(ABC):
         delta = self.dense(weight, op, strength)
         return weight.to(delta.dtype) + delta
 
+    def merged_to(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar, dtype: torch.dtype) -> Tensor:
+        """W' rounded once to ``dtype``; overridden where that takes no pass of its own."""
+        return self.merged(kernels, weight, op, strength).to(dtype)
+
     # -- bypass form --------------------------------------------------------------------------------------------
 
     def can_bypass(self, op: LayerOp) -> Verdict:

@@ -49,15 +49,25 @@ class Generalized(Delta):
         shifted = call.base(self._shift(call, strength).to(call.x.dtype))
         return shifted + self.epilogue.branch(call, strength).to(shifted.dtype)
 
+    def _whole(self, op: LayerOp) -> bool:
+        """Whether one primitive runs all of the layer."""
+        masks = self.prologue.per_sample or self.epilogue.per_sample
+        return not (op.is_conv or masks or self.row_mask is not None)
+
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
         if call.dropout or self.row_mask is not None:
             return super().bypass(call, strength)
         if call.op.is_conv:
             y = call.base(call.x + self._shift(call, strength).to(call.x.dtype))
             return call.with_bias(y + self.epilogue.branch(call, strength).to(y.dtype))
-        x = self.prologue.add_to(call.x, call, strength)
-        h = call.kernels.lowrank_down(call.x, self.epilogue.down_matrix())
-        return call.kernels.gemm_epilogue(x, call.weight, call.bias, h, *self.epilogue.parts(strength))
+        if not self._whole(call.op):
+            return super().bypass(call, strength)
+        (a_up, first), (b_up, second) = self.prologue.parts(strength), self.epilogue.parts(strength)
+        if first != second:
+            a_up = a_up.to(acc(a_up)) * first
+            b_up, second = b_up.to(acc(b_up)) * second, 1.0
+        a_down, b_down = self.prologue.down_matrix(), self.epilogue.down_matrix()
+        return call.kernels.glora_linear(call.x, call.weight, call.bias, a_up, a_down, b_up, b_down, second)
 
     def can_merge(self, op: LayerOp) -> Verdict:
         return self.epilogue.can_merge(op)
@@ -73,4 +83,4 @@ class Generalized(Delta):
         return products + self.epilogue.dense_cost(op)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if op.is_conv else ("lowrank_down", "gemm_epilogue")
+        return ("glora_linear",) if self._whole(op) else ()

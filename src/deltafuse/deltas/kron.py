@@ -82,25 +82,34 @@ class Kron(Delta):
     gain: Tensor | None = None
     row_mask: Tensor | None = None
 
-    def scalar(self, strength: Scalar) -> Scalar:
-        total: Scalar = self.scale * strength
-        return total if self.gain is None else self.gain * total
+    def scalars(self, strength: Scalar) -> tuple[Tensor | None, float]:
+        """(the product of tensor scalars or None, the plain number left to multiply by)."""
+        number = float(self.scale)
+        if isinstance(strength, (int, float)):
+            return self.gain, number * strength
+        return strength if self.gain is None else self.gain * strength, number
+
+    def left_chain(self, strength: Scalar) -> tuple[tuple[Tensor, ...], float]:
+        """(w1's chain with every tensor scalar folded in, the number): without scalars the parameters themselves."""
+        tensor, number = self.scalars(strength)
+        return self.w1.chain() if tensor is None else kron.scaled(self.w1.chain(), tensor), number
 
     def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
-        return self._product(kron.kron_merge, op, strength)
+        return self.mask_rows(self._merge(kron.kron_merge, None, op, strength))
 
-    def _product(self, merge: Callable[..., Tensor], op: LayerOp, strength: Scalar) -> Tensor:
-        work = acc(*self.w1.tensors(), *self.w2.tensors())
-        left = times(self.w1.build().to(work), self.scalar(strength))
-        dense = merge(left, self.w2.build(op.kernel))
-        return self.mask_rows(dense.reshape(op.weight_shape))
+    def _merge(self, merge: Callable[..., Tensor], weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
+        tensor, number = self.scalars(strength)
+        left = self.w1.build() if tensor is None else times(self.w1.build().to(acc(*self.w1.tensors())), tensor)
+        merged = merge(weight, left, self.w2.build(op.kernel), number)
+        return merged.reshape(op.weight_shape)
 
     def merged(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar) -> Tensor:
-        dense = self._product(kernels.kron_merge, op, strength)
-        return weight.to(dense.dtype) + dense
+        if self.row_mask is not None:
+            return super().merged(kernels, weight, op, strength)
+        return self._merge(kernels.kron_merge, weight, op, strength)
 
     def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
-        return ("kron_merge",)
+        return () if self.row_mask is not None else ("kron_merge",)
 
     def dense_cost(self, op: LayerOp) -> Cost:
         return Cost(2.0 * op.out * op.fan_in, 4.0 * op.out * op.fan_in, 2)
@@ -112,16 +121,19 @@ class Kron(Delta):
 
     def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
         first = self.w1_first(call.op)
-        chain = self._scaled_chain(strength)
+        chain, number = self.left_chain(strength)
         if not call.op.is_conv:
-            return call.kernels.kron_apply(call.x, chain, self.w2.chain(), first)
+            return call.kernels.kron_apply(call.x, chain, self.w2.chain(), first, number)
         work = branch_dtype(compute_dtype(call.x))
+        chain = kron.scaled(chain, number)
         with plain_math(call.x):
             return self._conv(call.op, call.x.to(work), tuple(item.to(work) for item in chain), first)
 
-    def _scaled_chain(self, strength: Scalar) -> tuple[Tensor, ...]:
-        *rest, last = self.w1.chain()
-        return (*rest, times(last.to(acc(last)), self.scalar(strength)))
+    def bypass(self, call: Call, strength: Scalar) -> Tensor:
+        if call.op.is_conv or call.dropout or self.row_mask is not None:
+            return super().bypass(call, strength)
+        chain, number = self.left_chain(strength)
+        return call.kernels.kron_linear(call.x, call.weight, call.bias, chain, self.w2.chain(), number)
 
     def _conv(self, op: LayerOp, x: Tensor, chain: tuple[Tensor, ...], first: bool) -> Tensor:
         """in_m (or out_l) becomes a batch axis for the convolution with w2."""
@@ -174,7 +186,9 @@ class Kron(Delta):
         return Cost(flops, traffic, 4, saved=float(size) * rows * middle)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if op.is_conv else ("kron_apply", "gemm_epilogue")
+        if op.is_conv:
+            return ()
+        return ("kron_linear", "kron_apply") if self.row_mask is None else ("kron_apply",)
 
 
 def _mix(grid: Tensor, chain: tuple[Tensor, ...]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..core.cost import Cost
@@ -44,10 +45,19 @@ class ChannelScale(Delta):
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
         if call.dropout or self.row_mask is not None:
             return super().bypass(call, strength)
+        if not call.op.is_conv:
+            return self._bypass_linear(call, strength)
         vector = 1 + call.op.channels(self.vector.to(acc(self.vector))) * strength
         if self.on_input:
             return call.with_bias(call.base(call.kernels.channel_scale(call.x, vector)))
         return call.with_bias(call.kernels.channel_scale(call.base(), vector))
+
+    def _bypass_linear(self, call: Call, strength: Scalar) -> Tensor:
+        """The product, the scale and the bias as one primitive; a plain strength rides along, a tensor is folded in."""
+        plain = isinstance(strength, (int, float))
+        vector = self.vector if plain else self.vector.to(acc(self.vector)) * strength
+        number = float(strength) if plain else 1.0
+        return call.kernels.scaled_linear(call.x, call.weight, call.bias, vector, number, self.on_input)
 
     def bypass_cost(self, op: LayerOp, rows: int, size: int) -> Cost:
         channels = op.inp if self.on_input else op.out
@@ -57,7 +67,7 @@ class ChannelScale(Delta):
         return Cost(float(op.out) * op.fan_in, 12.0 * op.out * op.fan_in, 2)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        return ("channel_scale", "gemm_epilogue")
+        return ("channel_scale",) if op.is_conv or self.row_mask is not None else ("scaled_linear", "channel_scale")
 
 
 @dataclass
@@ -81,6 +91,11 @@ class Dense(Delta):
         if self.row_mask is not None:
             return super().merged(kernels, weight, op, strength)
         return kernels.scaled_add(weight, self.diff.view(op.weight_shape), strength)
+
+    def merged_to(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar, dtype: torch.dtype) -> Tensor:
+        if self.row_mask is not None:
+            return super().merged_to(kernels, weight, op, strength, dtype)
+        return kernels.scaled_add(weight, self.diff.view(op.weight_shape), strength, dtype).to(dtype)
 
     def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
         return call.op.apply(call.x, times(self.diff.to(call.x.dtype), strength).view(call.op.weight_shape))

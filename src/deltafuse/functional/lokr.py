@@ -65,7 +65,7 @@ def _kaiming(*shape: int) -> Tensor:
 
 def make_kron(w1: Tensor, w2: Tensor, scale: Scalar) -> Tensor:
     """scale * w1 (x) w2: w1 (l, m), w2 (k, n, *window) -> (l k, m n, *window)."""
-    return (kron_merge(w1, w2) * scale).to(promoted(w1, w2))
+    return kron_merge(None, w1, w2, scale).to(promoted(w1, w2))
 
 
 def kron_weight(
@@ -84,7 +84,7 @@ def kron_weight(
     like = w1 if w1 is not None else w1a
     assert like is not None
     kernels = kernels_for(("kron_merge",), op, like, backend)
-    dense = kernels.kron_merge(delta.w1.build(), delta.w2.build(op.kernel)) * scale
+    dense = kernels.kron_merge(None, delta.w1.build(), delta.w2.build(op.kernel), scale)
     return dense.to(promoted(w1, w1a, w1b, w2, w2a, w2b, t))
 
 

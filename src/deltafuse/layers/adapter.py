@@ -239,8 +239,9 @@ class Adapter(Mergeable, StatefulModule):
             return delta.bypass(call, strength)
         assert call.weight is not None
         if form == "merged":
-            merged = delta.merged(call.kernels, call.weight, self.geometry, strength)
-            return self.geometry.apply(x, merged.to(call.weight.dtype), call.bias)
+            dtype = call.weight.dtype
+            merged = delta.merged_to(call.kernels, call.weight, self.geometry, strength, dtype)
+            return self.geometry.apply(x, merged, call.bias)
         base = self.geometry.apply(x, call.weight, call.bias)
         return base + self._dense_branch(call, delta, strength).to(base.dtype)
 

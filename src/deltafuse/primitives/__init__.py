@@ -1,6 +1,6 @@
 """Primitives: the few operations that backends implement. Importing this package defines them all."""
 
-from . import gemm, kron, linear, lowrank, norms, rotation, scaling
+from . import gemm, glora, kron, linear, lowrank, norms, rotation, scaling
 from .registry import Kernels, Primitive, get_primitive, kernel_table, primitives
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "Primitive",
     "gemm",
     "get_primitive",
+    "glora",
     "kernel_table",
     "kron",
     "linear",

@@ -128,7 +128,9 @@ def floor(primitive: str) -> Callable[[Floor], Floor]:
     return register
 
 
-def floor_of(primitive: str, sizes: Sizes, width: int, args: tuple[Any, ...], outputs: list[Tensor]) -> tuple[float, float]:
+def floor_of(
+    primitive: str, sizes: Sizes, width: int, args: tuple[Any, ...], outputs: list[Tensor]
+) -> tuple[float, float]:
     """(bytes, flops) of forward and backward: the registered floor, else each tensor moved once and no flops.
 
     Moved once: arguments and outputs forward; outputs' gradients, arguments and leaves' gradients backward.

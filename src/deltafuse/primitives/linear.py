@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..core.precision import accumulate_dtype
-from .examples import Draw, Sizes, example
+from .examples import Draw, Sizes, example, floor
 from .gemm import add_product, gemm_epilogue
 from .lowrank import lowrank_down
 from .registry import primitive
@@ -80,3 +80,11 @@ def _gained(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
 def _bias_gained(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
     gains = draw.positive(sizes.out), draw.positive(sizes.out)
     return *_linear(sizes, draw), *_factors(sizes, draw), 0.7, *gains, None
+
+
+@floor("lowrank_linear")
+def _least(sizes: Sizes, width: int) -> tuple[float, float]:
+    """Forward x and W in, y out; backward dY, x and W in, dX out. The base product twice, the thin ones six times."""
+    rows, inner, out = sizes.rows, sizes.inner, sizes.out
+    moved = width * (3 * rows * inner + 2 * rows * out + 2 * inner * out)
+    return float(moved), float(4 * rows * inner * out + 6 * rows * sizes.rank * (inner + out))

@@ -55,10 +55,12 @@ def to_tune() -> list[Sizes]:
 
 
 def parse(text: str) -> Sizes:
-    """``MxNxK``, ``MxNxKrR`` or ``MxNxKrRfF``: 4096 rows, N = 3072, K = 12288, rank 16, factor 8: 4096x3072x12288r16f8."""
+    """``MxNxK``, ``MxNxKrR`` or ``MxNxKrRfF``: 4096x3072x12288r16f8 is 4096 rows of a layer 12288 -> 3072."""
     match = _PATTERN.match(text.strip().lower())
     if match is None or 0 in (int(side) for side in match.groups()[:4] if side is not None):
-        raise OptionError(f"shape '{text}' is not rows x out x in with an optional rank and factor, as 4096x3072x3072r16")
+        raise OptionError(
+            f"shape '{text}' is not rows x out x in with an optional rank and factor, as 4096x3072x3072r16"
+        )
     rows, out, inner, rank, factor = match.groups()
     return layer(int(rows), int(out), int(inner), int(rank or 16), int(factor or 8))
 

@@ -1,8 +1,8 @@
 """Every example of every primitive, at every size and dtype, on every backend, against the reference in float64.
 
-A backend passes where each of its outputs and gradients is within 1.5 times eager PyTorch's own error of the same dtype,
-plus one rounding (:func:`deltafuse.primitives.examples.limit`). Inputs are rounded first, so that all three compute the
-same thing. What cannot run is listed with the reason; only a wrong result or an exception is a failure.
+A backend passes where each of its outputs and gradients is within 1.5 times eager PyTorch's own error of the same
+dtype, plus one rounding (:func:`deltafuse.primitives.examples.limit`). Inputs are rounded first, so that all three
+compute the same thing. What cannot run is listed with the reason; only a wrong result or an exception is a failure.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def cases(plan: Plan) -> Iterator[tuple[Example, Sizes, torch.dtype]]:
     """The examples to run; an unknown primitive is an OptionError."""
     for name in plan.primitives:
         get_primitive(name)
-    for name in plan.primitives or [None]:
+    names: Sequence[str | None] = plan.primitives or [None]
+    for name in names:
         for case in examples(name):
             for sizes in plan.sizes:
                 for dtype in plan.dtypes:
@@ -190,8 +191,8 @@ def _backend_result(
         found = run(backend.implementation(case.primitive), truth.args, local=local)
     except torch.OutOfMemoryError:
         return result(backend.name, status=SKIP, note="out of memory")
-    except Exception as error:
-        return result(backend.name, status=FAIL, note=f"raises {_line(error)}")
+    except Exception as failure:
+        return result(backend.name, status=FAIL, note=f"raises {_line(failure)}")
     if [(item.shape, item.dtype) for item in found] != truth.layout:
         return result(backend.name, status=FAIL, note="shapes or dtypes differ from the reference's")
     errors = [relative_error(mine, wanted) for mine, wanted in zip(found, truth.exact, strict=True)]

@@ -19,10 +19,15 @@ OPERATIONS = {
     "lowrank_linear": "lowrank_linear",
     "kron_linear": "kron_linear",
     "kron_apply": "kron_linear",
+    "kron_merge": "kron_merge",
     "khatri_rao": "khatri_rao",
     "lowrank_merge": "lowrank_merge",
     "tucker_fold": "tucker",
     "tucker_merge": "tucker",
+    "glora_linear": "glora_linear",
+    "scaled_linear": "scaled_linear",
+    "channel_scale": "channel_scale",
+    "scaled_add": "scaled_add",
 }
 """Primitive -> module of ``ops`` that implements it under the same name."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

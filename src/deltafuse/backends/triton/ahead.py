@@ -148,7 +148,10 @@ class _WithoutMemory(TorchFunctionMode):
 
 
 def _plain_launch(kernel: Any, grid: tuple[int, ...], warps: int, stages: int, *args: Any) -> None:
-    kernel[grid](*args, num_warps=warps, num_stages=stages)
+    """Triton's own launch of what a bound launcher was asked for."""
+    flat = [item for arg in args for item in (arg if type(arg) is tuple else (arg,))]
+    described = [item.descriptor() if hasattr(item, "descriptor") else item for item in flat]
+    kernel[grid](*described, num_warps=warps, num_stages=stages)
 
 
 @dataclass
@@ -290,11 +293,23 @@ def build_all(launches: Sequence[Launch], processes: int = 2) -> list[Report]:
 # -- command line -----------------------------------------------------------------------------------------------------
 
 
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text else ""
+
+
 def table(reports: Sequence[Report]) -> str:
     """kernel | config | registers | spills | shared memory."""
     head = ("kernel", "sm", "config", "registers", "spills", "shared", "first met in")
     rows = [
-        (r.kernel, str(r.capability), r.config, str(r.registers), str(r.spills), str(r.shared), r.error or r.where)
+        (
+            r.kernel,
+            str(r.capability),
+            r.config,
+            str(r.registers),
+            str(r.spills),
+            str(r.shared),
+            _last_line(r.error) or r.where,
+        )
         for r in reports
     ]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head) - 1)]

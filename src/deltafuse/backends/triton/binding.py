@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 LIBRARY = torch.library.Library("deltafuse", "FRAGMENT")
 _KEY = "CompositeExplicitAutograd"
+_ONCE = "a fused operation is differentiable once; deltafuse.use_backend('torch') has second derivatives"
 Tensors = tuple[Any, ...]
 
 
@@ -30,7 +30,8 @@ class Fused:
     only. forward(*args) -> tuple of tensors.
     fake: the same with shapes alone. save(args, outputs) -> (tensors or None, plain values) that backward needs.
     saved_schema: backward's arguments in that order. backward(grad, *tensors, *values, needs) -> one gradient, or None,
-    for each argument; ``needs`` says which are wanted. With several results backward takes a gradient, or None, of each.
+    for each argument; ``needs`` says which are wanted. With several results backward takes a gradient, or None, of
+    each.
     """
 
     name: str
@@ -68,6 +69,7 @@ def bind(fused: Fused) -> Callable[..., Any]:
     traced = _operators(fused)
 
     def run(*args: Any) -> Any:
+        args = tuple(map(_packed, args))
         if torch.compiler.is_compiling():
             return _result(fused, traced(*args))
         if _recording is not None:
@@ -76,6 +78,13 @@ def bind(fused: Fused) -> Callable[..., Any]:
 
     run.__name__ = fused.name
     return run
+
+
+def _packed(arg: Any) -> Any:
+    """Kernels read vectors at unit stride: one that was sliced with a step or expanded is copied first."""
+    if isinstance(arg, Tensor) and arg.dim() == 1 and arg.stride(0) != 1:
+        return arg.contiguous()
+    return arg
 
 
 def _result(fused: Fused, outputs: Tensors) -> Any:
@@ -93,23 +102,55 @@ def _function(fused: Fused) -> Callable[..., Any]:
             return _result(fused, outputs)
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad
             if all(grad is None for grad in grads):
                 return (None,) * len(needs)
-            return fused.backward(*grads, *ctx.saved_tensors, *ctx.values, needs)
+            saved = ctx.saved_tensors
+            with torch.no_grad():
+                found = fused.backward(*grads, *saved, *ctx.values, needs)
+            return _final(found, (*grads, *saved)) if torch.is_grad_enabled() else found
 
     Run.__name__ = Run.__qualname__ = fused.name
     return Run.apply
 
 
+class _Once(torch.autograd.Function):
+    """Passes the first ``count`` tensors on; differentiating them raises, with respect to any of the tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(_ONCE)
+
+
+def _final(grads: Tensors, sources: Tensors) -> Tensors:
+    """``grads``, which depend on ``sources``, such that differentiating them raises.
+
+    torch's once_differentiable does this only where the incoming gradient wants one: behind ``y.sum()`` a second
+    derivative would silently be missing.
+    """
+    present = [grad for grad in grads if grad is not None]
+    marked = iter(_Once.apply(len(present), *present, *(source for source in sources if source is not None)))
+    return tuple(None if grad is None else next(marked) for grad in grads)
+
+
 def _operators(fused: Fused) -> Callable[..., Tensors]:
     name, back = fused.name, f"{fused.name}_backward"
+    single = fused.outputs == 1  # a schema knows no tuple of one
     LIBRARY.define(f"{name}({fused.schema}) -> ({', '.join(['Tensor'] * fused.outputs)})")
     incoming = ", ".join(f"Tensor? grad_{index}" for index in range(fused.results))
     incoming = "Tensor grad" if fused.results == 1 else incoming
     LIBRARY.define(f"{back}({incoming}, {fused.saved_schema}, bool[] needs) -> Tensor[]")
+
+    def forward(*args: Any) -> Any:
+        return fused.forward(*args)[0] if single else fused.forward(*args)
+
+    def fake(*args: Any) -> Any:
+        return fused.fake(*args)[0] if single else fused.fake(*args)
 
     def filled(*args: Any) -> list[Tensor]:
         return _whole(args, fused.backward(*args))
@@ -117,15 +158,15 @@ def _operators(fused: Fused) -> Callable[..., Tensors]:
     def filled_fake(*args: Any) -> list[Tensor]:
         return _whole(args, fused.backward_fake(*args))
 
-    LIBRARY.impl(name, fused.forward, _KEY)
+    LIBRARY.impl(name, forward, _KEY)
     LIBRARY.impl(back, filled, _KEY)
-    torch.library.register_fake(f"deltafuse::{name}", fused.fake, lib=LIBRARY)
+    torch.library.register_fake(f"deltafuse::{name}", fake, lib=LIBRARY)
     torch.library.register_fake(f"deltafuse::{back}", filled_fake, lib=LIBRARY)
     run = getattr(torch.ops.deltafuse, name).default
     run_back = getattr(torch.ops.deltafuse, back).default
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors, ctx.values = fused.save(inputs, output)
+        tensors, ctx.values = fused.save(inputs, (output,) if single else output)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
 
@@ -138,7 +179,7 @@ def _operators(fused: Fused) -> Callable[..., Tensors]:
         return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
 
     torch.library.register_autograd(f"deltafuse::{name}", backward, setup_context=setup, lib=LIBRARY)
-    return run
+    return (lambda *args: (run(*args),)) if single else run
 
 
 def _whole(args: Sequence[Any], grads: Sequence[Any]) -> list[Tensor]:

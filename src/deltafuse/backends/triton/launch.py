@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,64 +63,150 @@ def counter(device: torch.device, count: int) -> Tensor:
 
 
 # -- bound launchers --------------------------------------------------------------------------------------------------
-# Triton's own launch binds a signature, specializes every argument and hashes the result, some 40 us of host time for a
-# kernel of thirty arguments. Here one tuple finds the compiled kernel, and its launcher is called directly.
+# Triton's own launch binds a signature, specializes every argument and hashes the result: some 40 us of host time for a
+# kernel of thirty arguments on a slow host. Here one tuple finds the compiled kernel, and its C launcher is called with
+# plain addresses. Where this Triton's launcher looks different, launches go Triton's way.
 
+_MAX_BOUND = 4096
 _bound: dict[Any, Any] = {}
-_free: dict[Any, frozenset[int]] = {}
-_BIG = 1 << 31
+_tensors: dict[int, int] = {}
+_maps: dict[Any, list[Any]] = {}
 
 
-def _free_arguments(kernel: Any) -> frozenset[int]:
-    """Positions whose value never changes the code: what the kernel asks not to specialize."""
-    found = _free.get(kernel)
-    if found is None:
-        found = _free[kernel] = frozenset(param.num for param in kernel.params if param.do_not_specialize)
-    return found
+class Tile(NamedTuple):
+    """A matrix that a kernel reads or writes through a tensor descriptor, in blocks of this shape."""
+
+    tensor: Tensor
+    block: tuple[int, int]
+
+    def descriptor(self) -> Any:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(self.tensor, list(self.tensor.shape), list(self.tensor.stride()), list(self.block))
 
 
-def _key(kernel: Any, device: int, warps: int, stages: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    free = _free_arguments(kernel)
-    parts: list[Any] = [kernel, device, warps, stages]
-    for index, arg in enumerate(args):
-        if isinstance(arg, Tensor):
-            parts.append(arg.dtype)
-            parts.append(arg.data_ptr() & 15 == 0)
-        elif type(arg) is float:
-            parts.append(float)
-        elif index in free and type(arg) is int and arg < _BIG:
-            parts.append(int)
-        elif hasattr(arg, "block_shape"):  # a tensor descriptor
-            parts.append(arg.base.dtype)
-            parts.append(tuple(arg.block_shape))
-        else:
-            parts.append(arg)
-    return tuple(parts)
+def _count_tensors(kernel: Any) -> int:
+    """A kernel's arguments begin with its tensors: names in ``_ptr``, or ``_tiles`` for descriptors."""
+    count = 0
+    for name in kernel.arg_names:
+        if not name.endswith(("_ptr", "_tiles")):
+            break
+        count += 1
+    _tensors[id(kernel)] = count
+    return count
 
 
 def launch(kernel: Any, grid: tuple[int, ...], warps: int, stages: int, *args: Any) -> None:
-    """``kernel[grid](*args, num_warps=warps, num_stages=stages)`` on the device of the first argument."""
-    first = getattr(args[0], "base", args[0])
-    if not first.is_cuda:
-        kernel[grid](*args, num_warps=warps, num_stages=stages)
+    """``kernel[grid](*args, num_warps=warps, num_stages=stages)`` on the first tensor's device.
+
+    Tensors come first in every kernel's signature; a :class:`Tile` stands for a descriptor.
+    """
+    count = _tensors.get(id(kernel)) or _count_tensors(kernel)
+    tensors, values = args[:count], args[count:]
+    first = tensors[0]
+    where = first.tensor if isinstance(first, Tile) else first
+    assert where is not None
+    if not where.is_cuda:
+        _plainly(kernel, grid, warps, stages, tensors, values)
         return
-    device = first.get_device()
-    key = _key(kernel, device, warps, stages, args)
-    compiled = _bound.get(key)
+    device = where.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _start(kernel, key, compiled, device, grid, warps, stages, args)
+            _launch(kernel, grid, warps, stages, tensors, values, device)
     else:
-        _start(kernel, key, compiled, device, grid, warps, stages, args)
+        _launch(kernel, grid, warps, stages, tensors, values, device)
 
 
-def _start(
-    kernel: Any, key: Any, compiled: Any, device: int, grid: tuple[int, ...], warps: int, stages: int, args: Any
+def _launch(
+    kernel: Any, grid: tuple[int, ...], warps: int, stages: int, tensors: tuple[Any, ...], values: Any, device: int
 ) -> None:
-    if compiled is None:
-        _bound[key] = kernel[grid](*args, num_warps=warps, num_stages=stages)
-        return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    y = grid[1] if len(grid) > 1 else 1
-    z = grid[2] if len(grid) > 2 else 1
-    compiled.run(grid[0], y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+    pointers: list[Any] = []
+    kinds: list[Any] = []
+    bits = 0
+    for item in tensors:
+        if item is None:
+            pointers.append(None)
+            kinds.append(None)
+        elif type(item) is Tile:
+            pointers.append(item)
+            kinds.append(item.tensor.dtype)
+            kinds.append(item.block)
+        else:
+            pointer = item.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+            kinds.append(item.dtype)
+    aligned: Any = True
+    if bits & 15:
+        aligned = tuple(isinstance(item, int) and item & 15 == 0 for item in pointers)
+    key = (id(kernel), grid, warps, stages, device, tuple(kinds), aligned, values)
+    bound = _bound.get(key)
+    if bound is None:
+        if len(_bound) >= _MAX_BOUND:
+            _bound.clear()
+        _bound[key] = _bind(_plainly(kernel, grid, warps, stages, tensors, values), grid)
+    elif bound is _UNBOUND:
+        _plainly(kernel, grid, warps, stages, tensors, values)
+    else:
+        bound(torch._C._cuda_getCurrentRawStream(device), pointers, values)
+
+
+def _plainly(kernel: Any, grid: Any, warps: int, stages: int, tensors: tuple[Any, ...], values: Any) -> Any:
+    args = [item.descriptor() if isinstance(item, Tile) else item for item in tensors]
+    return kernel[grid](*args, *values, num_warps=warps, num_stages=stages)
+
+
+_UNBOUND = object()
+
+
+def _bind(compiled: Any, grid: tuple[int, ...]) -> Any:
+    """A callable (stream, pointers, values) over the C launcher of ``compiled``, or _UNBOUND."""
+    try:
+        launcher = compiled.run
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return _UNBOUND
+        start, metas = launcher.launch, []
+        if getattr(start, "__closure__", None):
+            cells = dict(
+                zip(start.__code__.co_freevars, (cell.cell_contents for cell in start.__closure__), strict=True)
+            )
+            start, metas = cells["launcher"], cells["tensordesc_meta"]
+        x, y, z = (*grid, 1, 1)[:3]
+        head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        tail = (compiled.packed_metadata, None, None, None)
+    except (AttributeError, KeyError, TypeError):
+        return _UNBOUND
+
+    if not metas:
+
+        def run(stream: int, pointers: list[Any], values: Any) -> None:
+            start(x, y, z, stream, *head, *tail, *pointers, *values)
+
+        return run
+
+    def run_described(stream: int, pointers: list[Any], values: Any) -> None:
+        args: list[Any] = []
+        described = 0
+        for item in pointers:
+            if type(item) is Tile:
+                args += _expanded(item, metas[described])
+                described += 1
+            else:
+                args.append(item)
+        start(x, y, z, stream, *head, *tail, *args, *values)
+
+    return run_described
+
+
+def _expanded(tile: Tile, meta: Any) -> list[Any]:
+    """A descriptor as the C launcher takes it. It holds an address, not the tensor, so keeping it keeps no memory."""
+    tensor = tile.tensor
+    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tile.block, tensor.dtype)
+    found = _maps.get(key)
+    if found is None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(_maps) >= _MAX_BOUND:
+            _maps.clear()
+        found = _maps[key] = make_tensordesc_arg(tile.descriptor(), meta)
+    return found

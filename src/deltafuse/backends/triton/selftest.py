@@ -1,8 +1,8 @@
 """A tiny forward and backward against the reference, the first time a device uses an operation.
 
 Once for each primitive, device and dtype of a process. A failure switches the primitive off for that device: the
-verdict says why, and the registry turns it into one line in the log, or into an error under ``DELTAFUSE_STRICT`` and for
-a backend asked for by name.
+verdict says why, and the registry turns it into one line in the log, or into an error under ``DELTAFUSE_STRICT`` and
+for a backend asked for by name.
 
 The test draws from generators of its own, so random states stay as they are. It waits for the device, once. It is put
 off while torch.compile traces and while a CUDA graph is captured: neither can run it.
@@ -32,14 +32,17 @@ _lock = threading.RLock()
 _running = threading.local()
 
 
-def check(primitive: str, device: torch.device, dtype: torch.dtype, function: Callable[[], Callable[..., Any]]) -> Verdict:
+def check(
+    primitive: str, device: torch.device, dtype: torch.dtype, function: Callable[[], Callable[..., Any]]
+) -> Verdict:
     """Whether ``primitive`` works on ``device``; runs the test at the first call. ``function()`` is what to test."""
     if device.type not in KINDS or getattr(_running, "now", False):
         return PASSED
     device = _indexed(device)
-    known = _broken.get((primitive, device)) or _verdicts.get((primitive, device, dtype))
-    if known is not None:
-        return known
+    if (primitive, device) in _broken:
+        return _broken[primitive, device]
+    if (primitive, device, dtype) in _verdicts:
+        return _verdicts[primitive, device, dtype]
     if _postponed(device):
         return _POSTPONED
     with _lock:
@@ -71,7 +74,9 @@ def _postponed(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _test(primitive: str, device: torch.device, dtype: torch.dtype, function: Callable[[], Callable[..., Any]]) -> Verdict:
+def _test(
+    primitive: str, device: torch.device, dtype: torch.dtype, function: Callable[[], Callable[..., Any]]
+) -> Verdict:
     _running.now = True
     try:
         with (

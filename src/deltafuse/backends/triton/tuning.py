@@ -1,7 +1,7 @@
 """Which configuration a kernel launches with: shipped table, the user's results, heuristics, or a measurement.
 
-A launch asks its :class:`Tunable` with a key (device, dtype, row bucket, sizes, flags). A hit is one dict lookup. A miss
-goes through, in order, the user's store (``<cache>/tune/<card>.json``), the table shipped for the card
+A launch asks its :class:`Tunable` with a key (device, dtype, row bucket, sizes, flags). A hit is one dict lookup. A
+miss goes through, in order, the user's store (``<cache>/tune/<card>.json``), the table shipped for the card
 (``tables/<card>.json``) and the heuristic, and is remembered for the process. ``DELTAFUSE_TUNE`` decides what more may
 happen (:func:`deltafuse.core.policy.tune_mode`): only ``lazy`` ever times anything.
 
@@ -64,10 +64,11 @@ class Outcome:
 class Tunable:
     """One launch function.
 
-    version: raised whenever the kernel changes so that old results no longer apply. config: dataclass of configurations.
-    default(key): the heuristic. candidates(key): what is worth timing. row_args: positions of tensors whose first axis is
-    rows; a trial gives them the middle row count. unset: positions that a trial passes as None (what depends on the exact
-    row count and costs nothing). stretch(args, rows): makes a trial's copies have ``rows`` rows where that takes more.
+    version: raised whenever the kernel changes so that old results no longer apply. config: dataclass of
+    configurations. default(key): the heuristic. candidates(key): what is worth timing. row_args: positions of tensors
+    whose first axis is rows; a trial gives them the middle row count. unset: positions that a trial passes as None
+    (what depends on the exact row count and costs nothing). stretch(args, rows): makes a trial's copies have ``rows``
+    rows where that takes more.
     """
 
     name: str

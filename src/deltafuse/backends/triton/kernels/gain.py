@@ -1,21 +1,27 @@
-"""The decomposition epilogue: y = gain base + up_gain alpha h B^T + bias, written over the base product.
+"""What a decomposition gain adds to a linear layer, beside the products.
 
-base and y (M, N), gain, up_gain and bias (N,), h (M, r), B (N, r). Traffic: base read and written once. One launch, one
-program a tile, nothing recomputed, deterministic.
+gain_finish    y = gain base + up_gain alpha h B^T + bias, written over the base product (where no product has that
+               epilogue itself)
+gain_grad      G = dY gain, and per block of rows the column sums of dY y and of dY
+
+base, y, dY and G (M, N), gain, up_gain and bias (N,), h (M, r), B (N, r). Traffic: base read and written once; dY and y
+read once and G written once. One launch each, one program a tile, nothing recomputed, deterministic.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, dot_precision, pad_rank
+from ..launch import ceil_div, dot_precision, launch, pad_rank
 
 
 @triton.jit(do_not_specialize=["M"])
 def gain_finish_kernel(
-    y_ptr, h_ptr, b_ptr, bias_ptr, gain_ptr, up_gain_ptr, M, N, r, alpha, b_rows, b_cols,
+    y_ptr, h_ptr, b_ptr, bias_ptr, gain_ptr, up_gain_ptr,
+    M, N, r, alpha, b_rows, b_cols,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of y."""
@@ -48,9 +54,49 @@ def finish(
         return base
     rank = h.shape[1]
     block_m, block_n = (64, 128) if rank <= 64 else (32, 64)
-    gain_finish_kernel[(ceil_div(rows, block_m), ceil_div(wide, block_n))](
+    launch(
+        gain_finish_kernel, (ceil_div(rows, block_m), ceil_div(wide, block_n)), 8 if rank <= 64 else 4, 1,
         base, h, up, bias, gain, up_gain, rows, wide, rank, alpha, up.stride(0), up.stride(1),
         bias is not None, dot_precision(h.dtype), pad_rank(rank), block_m, block_n,
-        num_warps=8 if rank <= 64 else 4, num_stages=1,
     )  # fmt: skip
     return base
+
+
+@triton.jit(do_not_specialize=["M"])
+def gain_grad_kernel(
+    dy_ptr, y_ptr, gain_ptr, g_ptr, sums_ptr, M, N, dy_rows, dy_cols,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """BN columns of G over BM rows, STEP at a time, and their sums: sums (tiles, 2, N)."""
+    tile = tl.program_id(0)
+    rn = tl.program_id(1) * BN + tl.arange(0, BN)
+    cols_ok = rn < N
+    gain = tl.load(gain_ptr + rn, cols_ok, 0.0).to(tl.float32)
+    with_y = tl.zeros((STEP, BN), tl.float32)
+    plain = tl.zeros((STEP, BN), tl.float32)
+    for first in range(0, BM, STEP):
+        rm = tile.to(tl.int64) * BM + first + tl.arange(0, STEP)
+        inside = (rm < M)[:, None] & cols_ok[None, :]
+        at = rm[:, None] * N + rn[None, :]
+        dy = tl.load(dy_ptr + rm[:, None] * dy_rows + rn[None, :].to(tl.int64) * dy_cols, inside, 0.0).to(tl.float32)
+        y = tl.load(y_ptr + at, inside, 0.0).to(tl.float32)
+        tl.store(g_ptr + at, (dy * gain[None, :]).to(g_ptr.dtype.element_ty), inside)
+        with_y += dy * y
+        plain += dy
+    place = sums_ptr + tile.to(tl.int64) * 2 * N + rn
+    tl.store(place, tl.sum(with_y, 0), cols_ok)
+    tl.store(place + N, tl.sum(plain, 0), cols_ok)
+
+
+def gain_grad(dy: Tensor, y: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """(G (M, N), sums (tiles, 2, N) in float32); y is contiguous."""
+    rows, wide = dy.shape
+    block_m, block_n, step = 64, 128, 16
+    tiles = max(1, ceil_div(rows, block_m))
+    g = dy.new_empty((rows, wide))
+    sums = dy.new_empty((tiles, 2, wide), dtype=torch.float32)
+    launch(
+        gain_grad_kernel, (tiles, ceil_div(wide, block_n)), 4, 1,
+        dy, y, gain, g, sums, rows, wide, dy.stride(0), dy.stride(1), block_m, block_n, step,
+    )  # fmt: skip
+    return g, sums

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, launch, pad_rank, processors
+from ..launch import Tile, ceil_div, launch, pad_rank, processors
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -191,7 +191,7 @@ def _store(y, tile, first_m, first_n, M, N, y_rows, y_cols, TMA_STORE: tl.conste
 
 @triton.jit(do_not_specialize=["M"])
 def gemm_epilogue_tma_kernel(
-    a, b, y, bias_ptr, gain_ptr, up_gain_ptr, h_ptr, up_ptr,
+    a_tiles, b_tiles, y_tiles, bias_ptr, gain_ptr, up_gain_ptr, h_ptr, up_ptr,
     M, N, K, r, scale,
     y_rows, y_cols, h_rows, h_cols, up_n, up_r,
     TRANSPOSED_B: tl.constexpr,
@@ -200,7 +200,7 @@ def gemm_epilogue_tma_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SUBTILE: tl.constexpr, TMA_STORE: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes each num_programs-th tile of y. a and b are descriptors, y is one where TMA_STORE."""
+    """Every program takes each num_programs-th tile of y. a_tiles and b_tiles are descriptors, y_tiles is one where TMA_STORE."""
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         row, col = _tile_of(tile, M, N, BM, BN, GROUP)
@@ -221,11 +221,11 @@ def gemm_epilogue_tma_kernel(
             up = _load_rank(up_ptr, rn, N, rank, r, up_n, up_r)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
-            x = a.load([first_m, k])
+            x = a_tiles.load([first_m, k])
             if TRANSPOSED_B:
-                acc = tl.dot(x, b.load([first_n, k]).T, acc)
+                acc = tl.dot(x, b_tiles.load([first_n, k]).T, acc)
             else:
-                acc = tl.dot(x, b.load([k, first_n]), acc)
+                acc = tl.dot(x, b_tiles.load([k, first_n]), acc)
         if HAS_GAIN:
             if FLATTEN:
                 gain = _load_vector(gain_ptr, rn, N)
@@ -246,10 +246,10 @@ def gemm_epilogue_tma_kernel(
             acc += bias[None, :]
         if SUBTILE:
             left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-            _store(y, left, first_m, first_n, M, N, y_rows, y_cols, TMA_STORE)
-            _store(y, right, first_m, first_n + BN // 2, M, N, y_rows, y_cols, TMA_STORE)
+            _store(y_tiles, left, first_m, first_n, M, N, y_rows, y_cols, TMA_STORE)
+            _store(y_tiles, right, first_m, first_n + BN // 2, M, N, y_rows, y_cols, TMA_STORE)
         else:
-            _store(y, acc, first_m, first_n, M, N, y_rows, y_cols, TMA_STORE)
+            _store(y_tiles, acc, first_m, first_n, M, N, y_rows, y_cols, TMA_STORE)
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -373,10 +373,6 @@ def _takes_tma(t: Tensor) -> bool:
     )
 
 
-def _describe(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, cols])
-
-
 def _strides(t: Tensor | None, swapped: bool = False) -> tuple[int, int]:
     """Of rows and columns, or of columns and rows; of an absent tensor, anything."""
     if t is None:
@@ -403,10 +399,11 @@ def _launch_tma(
     tiles = ceil_div(y.shape[0], block_m) * ceil_div(y.shape[1], block_n)
     launch(
         gemm_epilogue_tma_kernel, (min(tiles, sms * config.per_sm),), config.warps, config.stages,
-        _describe(a, block_m, block_k),
-        _describe(b, block_n, block_k) if transposed_b else _describe(b, block_k, block_n),
-        _describe(y, block_m, block_n // (2 if config.subtile else 1)) if stored else y,
-        *vectors, *numbers, *y.stride(), *rank_strides,
+        Tile(a, (block_m, block_k)),
+        Tile(b, (block_n, block_k) if transposed_b else (block_k, block_n)),
+        Tile(y, (block_m, block_n // (2 if config.subtile else 1))) if stored else y,
+        *vectors,
+        *numbers, *y.stride(), *rank_strides,
         transposed_b, *flags, chunk, early, block_m, block_n, block_k, config.group_m,
         config.subtile, stored, config.flatten,
     )  # fmt: skip

@@ -29,12 +29,12 @@ from .passes import Parts, arrive_last
 
 @triton.jit
 def _narrow(
-    rows_ptr, first_ptr, second_ptr, pack_ptr, row, count, start, stop, r1, r, K, packs,
+    rows_ptr, first_ptr, second_ptr, pack_ptr, row, count, start, stop, r1, r, K, packed,
     by_row, by_col, first_rank, first_col, second_rank, second_col,
     TWO: tl.constexpr, PRECISION: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BM rows times factors of rank r1 and r - r1 (TWO) or of rank r1 alone, over columns start to stop of K. Where
-    ``packs``, the factors are also written below one another."""
+    """BM rows times factors of rank r1 and r - r1 (TWO) or of rank r1 alone, over columns start to stop of K. The first
+    ``packed`` rows of the stacked factors are also written."""
     rm = row + tl.arange(0, BM)
     rr = tl.arange(0, R)
     rk = tl.arange(0, BK)
@@ -52,7 +52,7 @@ def _narrow(
         if TWO:
             other = tl.load(second_ptr + (rr - r1)[:, None] * second_rank + wide * second_col, second_ok & cols_ok, 0.0)
             factor = tl.where(first_ok, factor, other.to(RANK))
-            tl.store(pack_ptr + rr[:, None] * K + wide, factor, (rr < r)[:, None] & cols_ok & packs)
+            tl.store(pack_ptr + rr[:, None] * K + wide, factor, (rr < packed)[:, None] & cols_ok)
         acc = tl.dot(x.to(RANK), factor.T, acc, input_precision=PRECISION)
     return acc
 
@@ -73,12 +73,12 @@ def glora_prepare_kernel(
     from_x = tile < x_tiles
     if from_x:
         acc = _narrow(
-            x_ptr, a_down_ptr, b_down_ptr, down_ptr, tile * BM, M, start, stop, r1, r, K, tile == 0,
+            x_ptr, a_down_ptr, b_down_ptr, down_ptr, tile * BM, M, start, stop, r1, r, K, tl.where(tile == 0, r, 0),
             x_rows, x_cols, ad_r, ad_k, bd_r, bd_k, True, PRECISION, RANK, R, BM, BK,
         )  # fmt: skip
     else:
         acc = _narrow(
-            w_ptr, a_up_ptr, a_up_ptr, down_ptr, (tile - x_tiles) * BM, N, start, stop, r1, r, K, False,
+            w_ptr, a_up_ptr, a_up_ptr, down_ptr, (tile - x_tiles) * BM, N, start, stop, r1, r, K, 0,
             w_rows, w_cols, au_r, au_k, au_r, au_k, False, PRECISION, RANK, R, BM, BK,
         )  # fmt: skip
     rr = tl.arange(0, R)
@@ -108,8 +108,8 @@ def glora_prepare_kernel(
 def glora_columns_kernel(
     left_ptr, right_ptr, first_ptr, second_ptr, up_part_ptr, s_ptr, b_up_ptr, part_ptr, counter_ptr,
     M, up_tiles, col_tiles, per_chunk, chunks, alpha, N, K, r1, r, right_rows, right_cols, first_rank, first_col,
-    SPLIT: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr,
-    BC: tl.constexpr,
+    WANT_COLS: tl.constexpr, WANT_UP: tl.constexpr, SPLIT: tl.constexpr, TWO: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Programs below ``col_tiles * chunks``: BC columns of left^T right over a chunk of rows, the first r1 ranks to one
     tensor and the others to a second. The others: BC columns of dup^T from its parts."""
@@ -119,44 +119,47 @@ def glora_columns_kernel(
     second_ok = ((rr >= r1) & (rr < r))[:, None]
     acc = tl.zeros((R, BC), tl.float32)
     if place < col_tiles * chunks:
-        tile = place % col_tiles
-        chunk = place // col_tiles
-        cols = tile * BC + tl.arange(0, BC)
-        wide_cols = cols[None, :].to(tl.int64)
-        cols_ok = (cols < K)[None, :]
-        stop = tl.minimum(M, (chunk + 1) * per_chunk)
-        for m in range(chunk * per_chunk, stop, BM):
-            rm = m + tl.arange(0, BM)
-            wide = rm.to(tl.int64)[:, None]
-            ok = (rm < stop)[:, None]
-            left = tl.load(left_ptr + wide * r + rr[None, :], ok & (rr < r)[None, :], 0.0)
-            right = tl.load(right_ptr + wide * right_rows + wide_cols * right_cols, ok & cols_ok, 0.0)
-            acc = tl.dot(left.T, right.to(left.dtype), acc, input_precision=PRECISION)
-        if SPLIT:
-            flat = rr[:, None] * BC + tl.arange(0, BC)[None, :]
-            parts = part_ptr + tile.to(tl.int64) * chunks * R * BC + flat
-            tl.store(parts + chunk * R * BC, acc)
-            if not arrive_last(counter_ptr + tile, chunks):
-                return
-            acc = tl.zeros((R, BC), tl.float32)
-            for other in range(0, chunks):
-                acc += tl.load(parts + other * R * BC, cache_modifier=".cg")
-        at = first_ptr + rr[:, None].to(tl.int64) * first_rank + wide_cols * first_col
-        tl.store(at, acc.to(first_ptr.dtype.element_ty), first_ok & cols_ok)
-        if TWO:
-            at = second_ptr + (rr - r1)[:, None].to(tl.int64) * K + wide_cols
-            tl.store(at, acc.to(second_ptr.dtype.element_ty), second_ok & cols_ok)
-    elif TWO:
-        cols = (place - col_tiles * chunks) * BC + tl.arange(0, BC)
-        wide = cols[None, :].to(tl.int64)
-        cols_ok = (cols < N)[None, :]
-        parts = up_part_ptr + rr[:, None].to(tl.int64) * N + wide
-        for tile in tl.range(0, up_tiles, loop_unroll_factor=4):
-            acc += tl.load(parts + tile.to(tl.int64) * R * N, (rr < r)[:, None] & cols_ok, 0.0)
-        acc *= alpha
-        tl.store(s_ptr + wide * r1 + rr[:, None], acc.to(s_ptr.dtype.element_ty), first_ok & cols_ok)
-        at = b_up_ptr + wide * (r - r1) + (rr - r1)[:, None]
-        tl.store(at, acc.to(b_up_ptr.dtype.element_ty), second_ok & cols_ok)
+        if WANT_COLS:
+            tile = place % col_tiles
+            chunk = place // col_tiles
+            cols = tile * BC + tl.arange(0, BC)
+            wide_cols = cols[None, :].to(tl.int64)
+            cols_ok = (cols < K)[None, :]
+            stop = tl.minimum(M, (chunk + 1) * per_chunk)
+            for m in range(chunk * per_chunk, stop, BM):
+                rm = m + tl.arange(0, BM)
+                wide = rm.to(tl.int64)[:, None]
+                ok = (rm < stop)[:, None]
+                left = tl.load(left_ptr + wide * r + rr[None, :], ok & (rr < r)[None, :], 0.0)
+                right = tl.load(right_ptr + wide * right_rows + wide_cols * right_cols, ok & cols_ok, 0.0)
+                acc = tl.dot(left.T, right.to(left.dtype), acc, input_precision=PRECISION)
+            if SPLIT:
+                flat = rr[:, None] * BC + tl.arange(0, BC)[None, :]
+                parts = part_ptr + tile.to(tl.int64) * chunks * R * BC + flat
+                tl.store(parts + chunk * R * BC, acc)
+                if not arrive_last(counter_ptr + tile, chunks):
+                    return
+                acc = tl.zeros((R, BC), tl.float32)
+                for other in range(0, chunks):
+                    acc += tl.load(parts + other * R * BC, cache_modifier=".cg")
+            at = first_ptr + rr[:, None].to(tl.int64) * first_rank + wide_cols * first_col
+            tl.store(at, acc.to(first_ptr.dtype.element_ty), first_ok & cols_ok)
+            if TWO:
+                at = second_ptr + (rr - r1)[:, None].to(tl.int64) * K + wide_cols
+                tl.store(at, acc.to(second_ptr.dtype.element_ty), second_ok & cols_ok)
+    else:
+        if WANT_UP:
+            cols = (place - col_tiles * chunks) * BC + tl.arange(0, BC)
+            wide = cols[None, :].to(tl.int64)
+            cols_ok = (cols < N)[None, :]
+            parts = up_part_ptr + rr[:, None].to(tl.int64) * N + wide
+            for _ in tl.range(0, up_tiles, loop_unroll_factor=4):
+                acc += tl.load(parts, (rr < r)[:, None] & cols_ok, 0.0)
+                parts += R * N
+            acc *= alpha
+            tl.store(s_ptr + wide * r1 + rr[:, None], acc.to(s_ptr.dtype.element_ty), first_ok & cols_ok)
+            at = b_up_ptr + wide * (r - r1) + (rr - r1)[:, None]
+            tl.store(at, acc.to(b_up_ptr.dtype.element_ty), second_ok & cols_ok)
 
 
 @dataclass(frozen=True)
@@ -169,14 +172,21 @@ class Config:
     stages: int
 
 
-def prepare_config(rank: int) -> Config:
-    """A block of x or W a step large enough that the copies in flight cover the memory's latency."""
-    return Config(64, 128, 4, 3) if rank <= 32 else Config(64, 64, 4, 3) if rank <= 64 else Config(32, 32, 4, 3)
+def prepare_config(rank: int, narrow: bool) -> Config:
+    """A block of x or W a step large enough that the copies in flight cover the memory's latency. ``narrow``: the rank
+    dtype has 16 bits; three products for one of float32 leave registers for half the block."""
+    if rank <= 64:
+        return Config(64, 128 if rank <= 32 else 64, 4, 3) if narrow else Config(64, 64 if rank <= 32 else 32, 8, 3)
+    return Config(32, 32, 4, 3) if narrow else Config(32, 32, 8, 2)
 
 
-def columns_config(rank: int) -> Config:
+def columns_config(rank: int, narrow: bool) -> Config:
     """Columns are the parallel axis, rows the reduction."""
-    return Config(64, 128, 8, 3) if rank <= 64 else Config(64, 32, 4, 2)
+    if rank <= 32:
+        return Config(64, 128, 8, 3)
+    if rank <= 64:
+        return Config(64 if narrow else 32, 64, 8, 3)
+    return Config(64 if narrow else 32, 32, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -195,7 +205,7 @@ def prepare(x: Tensor, weight: Tensor, a_up: Tensor, a_down: Tensor, b_up: Tenso
     rank, work = r1 + b_down.shape[0], rank_dtype(x.dtype)
     h, up = x.new_empty((rows, rank), dtype=work), x.new_empty((wide, rank), dtype=work)
     down = x.new_empty((rank, inner), dtype=work)
-    c = prepare_config(rank)
+    c = prepare_config(rank, work == torch.bfloat16)
     x_tiles, padded = ceil_div(rows, c.block_m), pad_rank(rank)
     tiles = x_tiles + ceil_div(wide, c.block_m)
     if tiles == 0:
@@ -221,7 +231,7 @@ def factor_grads(
     """(dA2, dB2, dB1, S) in one pass over x (M, K) and over the parts of dup; S in the rank dtype."""
     r1, inner = a_down.shape
     wide, rank = b_up.shape[0], r1 + b_down.shape[0]
-    c = columns_config(rank)
+    c = columns_config(rank, parts.q.dtype == torch.bfloat16)
     da = torch.empty_like(a_down, memory_format=torch.contiguous_format) if want_down else None
     db = torch.empty_like(b_down, memory_format=torch.contiguous_format) if want_down else None
     found = parts.up is not None
@@ -236,7 +246,7 @@ def factor_grads(
 def prologue_grad(s: Tensor, weight: Tensor, a_up: Tensor) -> Tensor:
     """dA1 (K, r1) = W^T S in one pass over W (N, K)."""
     inner, r1 = a_up.shape
-    c = columns_config(r1)
+    c = columns_config(r1, s.dtype == torch.bfloat16)
     da = torch.empty_like(a_up, memory_format=torch.contiguous_format)
     tiles = ceil_div(inner, c.block_c)
     if tiles > 0:
@@ -259,6 +269,6 @@ def _columns(
         left, right, first, second, None if parts is None else parts.up, s, dup, scratch,
         counter(right.device, tiles) if split else None,
         rows, 0 if parts is None else parts.tiles, tiles, per_chunk, chunks, float(alpha), wide, inner, r1, rank,
-        *right.stride(), *first_strides, split, parts is not None, dot_precision(left.dtype), padded, c.block_m,
-        c.block_c,
+        *right.stride(), *first_strides,
+        tiles > 0, up_tiles > 0, split, second is not None, dot_precision(left.dtype), padded, c.block_m, c.block_c,
     )  # fmt: skip

@@ -19,6 +19,21 @@ from torch import Tensor
 from ..launch import ceil_div
 
 
+@triton.jit
+def _outer(
+    a_ptr, b_ptr, out_ptr, l, L, p, q, a_l, a_i, b_l, b_j, out_l, out_c, BC: tl.constexpr
+):  # fmt: skip
+    """out[l, i q + j] = a[l, i] b[l, j] for the lines ``l`` and BC of the p q products."""
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    ok = (c < p * q)[:, None] & (l < L)[None, :]
+    i = (c // q).to(tl.int64)
+    j = (c % q).to(tl.int64)
+    a = tl.load(a_ptr + i[:, None] * a_i + l[None, :] * a_l, ok, 0.0).to(tl.float32)
+    b = tl.load(b_ptr + j[:, None] * b_j + l[None, :] * b_l, ok, 0.0).to(tl.float32)
+    place = out_ptr + c[:, None].to(tl.int64) * out_c + l[None, :] * out_l
+    tl.store(place, (a * b).to(out_ptr.dtype.element_ty), ok)
+
+
 @triton.jit(do_not_specialize=["up_tiles"])
 def khatri_rao_kernel(
     up1_ptr, down1_ptr, up2_ptr, down2_ptr, up_ptr, down_ptr,
@@ -28,22 +43,34 @@ def khatri_rao_kernel(
 ):  # fmt: skip
     """BC of the p q products for BL rows of up (tiles below ``up_tiles``) or BL columns of down."""
     tile = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    c_ok = c < p * q
-    i = c // q
-    j = c % q
-    if tile < up_tiles:
-        n = tile.to(tl.int64) * BL + tl.arange(0, BL)
-        ok = (n < N)[:, None] & c_ok[None, :]
-        a = tl.load(up1_ptr + n[:, None] * up1_rows + i[None, :] * up1_cols, ok, 0.0).to(tl.float32)
-        b = tl.load(up2_ptr + n[:, None] * up2_rows + j[None, :] * up2_cols, ok, 0.0).to(tl.float32)
-        tl.store(up_ptr + n[:, None] * (p * q) + c[None, :], (a * b).to(up_ptr.dtype.element_ty), ok)
+    is_up = tile < up_tiles
+    line = tl.where(is_up, tile, tile - up_tiles).to(tl.int64) * BL + tl.arange(0, BL)
+    if is_up:
+        _outer(up1_ptr, up2_ptr, up_ptr, line, N, p, q, up1_rows, up1_cols, up2_rows, up2_cols, p * q, 1, BC)
     else:
-        k = (tile - up_tiles).to(tl.int64) * BL + tl.arange(0, BL)
-        ok = c_ok[:, None] & (k < K)[None, :]
-        a = tl.load(down1_ptr + i[:, None].to(tl.int64) * down1_rows + k[None, :] * down1_cols, ok, 0.0).to(tl.float32)
-        b = tl.load(down2_ptr + j[:, None].to(tl.int64) * down2_rows + k[None, :] * down2_cols, ok, 0.0).to(tl.float32)
-        tl.store(down_ptr + c[:, None].to(tl.int64) * K + k[None, :], (a * b).to(down_ptr.dtype.element_ty), ok)
+        _outer(
+            down1_ptr, down2_ptr, down_ptr, line, K, p, q, down1_cols, down1_rows, down2_cols, down2_rows, 1, K, BC
+        )
+
+
+@triton.jit
+def _inner(
+    grad_ptr, a_ptr, b_ptr, da_ptr, db_ptr, l, L, p, q,
+    grad_l, grad_c, a_l, a_i, b_l, b_j, da_l, da_i, db_l, db_j, Q: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """da[l, i] = sum_j grad[l, i q + j] b[l, j] and db[l, j] = sum_i grad[l, i q + j] a[l, i]; grad is read once."""
+    j = tl.arange(0, Q).to(tl.int64)
+    l_ok = l < L
+    ok = (j < q)[:, None] & l_ok[None, :]
+    b = tl.load(b_ptr + j[:, None] * b_j + l[None, :] * b_l, ok, 0.0).to(tl.float32)
+    total = tl.zeros((Q, BL), tl.float32)
+    for i in range(0, p):
+        grad = tl.load(grad_ptr + (i * q + j)[:, None] * grad_c + l[None, :] * grad_l, ok, 0.0).to(tl.float32)
+        row = l * 0 + i
+        a = tl.load(a_ptr + row * a_i + l * a_l, l_ok, 0.0).to(tl.float32)
+        total += grad * a[None, :]
+        tl.store(da_ptr + row * da_i + l * da_l, tl.sum(grad * b, 0).to(da_ptr.dtype.element_ty), l_ok)
+    tl.store(db_ptr + j[:, None] * db_j + l[None, :] * db_l, total.to(db_ptr.dtype.element_ty), ok)
 
 
 @triton.jit(do_not_specialize=["up_tiles"])
@@ -52,39 +79,24 @@ def khatri_rao_grad_kernel(
     N, K, p, q, up_tiles,
     dup_rows, dup_cols, ddown_rows, ddown_cols,
     up1_rows, up1_cols, down1_rows, down1_cols, up2_rows, up2_cols, down2_rows, down2_cols,
-    Q: tl.constexpr, BL: tl.constexpr,
+    HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr, Q: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """All four gradients for BL rows of up (tiles below ``up_tiles``) or BL columns of down."""
     tile = tl.program_id(0)
-    j = tl.arange(0, Q)
-    j_ok = j < q
-    if tile < up_tiles:
-        n = tile.to(tl.int64) * BL + tl.arange(0, BL)
-        n_ok = n < N
-        ok = n_ok[:, None] & j_ok[None, :]
-        second = tl.load(up2_ptr + n[:, None] * up2_rows + j[None, :] * up2_cols, ok, 0.0).to(tl.float32)
-        total = tl.zeros((BL, Q), tl.float32)
-        for i in range(0, p):
-            place = dup_ptr + n[:, None] * dup_rows + (i * q + j)[None, :] * dup_cols
-            grad = tl.load(place, ok, 0.0).to(tl.float32)
-            first = tl.load(up1_ptr + n * up1_rows + i * up1_cols, n_ok, 0.0).to(tl.float32)
-            total += grad * first[:, None]
-            tl.store(dup1_ptr + n * p + i, tl.sum(grad * second, 1).to(dup1_ptr.dtype.element_ty), n_ok)
-        tl.store(dup2_ptr + n[:, None] * q + j[None, :], total.to(dup2_ptr.dtype.element_ty), ok)
+    is_up = tile < up_tiles
+    line = tl.where(is_up, tile, tile - up_tiles).to(tl.int64) * BL + tl.arange(0, BL)
+    if is_up:
+        if HAS_UP:
+            _inner(
+                dup_ptr, up1_ptr, up2_ptr, dup1_ptr, dup2_ptr, line, N, p, q, dup_rows, dup_cols,
+                up1_rows, up1_cols, up2_rows, up2_cols, p, 1, q, 1, Q, BL,
+            )  # fmt: skip
     else:
-        k = (tile - up_tiles).to(tl.int64) * BL + tl.arange(0, BL)
-        k_ok = k < K
-        ok = j_ok[:, None] & k_ok[None, :]
-        second = tl.load(down2_ptr + j[:, None].to(tl.int64) * down2_rows + k[None, :] * down2_cols, ok, 0.0).to(tl.float32)
-        total = tl.zeros((Q, BL), tl.float32)
-        for i in range(0, p):
-            row = (i * q + j).to(tl.int64)
-            at = k * 0 + i
-            grad = tl.load(ddown_ptr + row[:, None] * ddown_rows + k[None, :] * ddown_cols, ok, 0.0).to(tl.float32)
-            first = tl.load(down1_ptr + at * down1_rows + k * down1_cols, k_ok, 0.0).to(tl.float32)
-            total += grad * first[None, :]
-            tl.store(ddown1_ptr + at * K + k, tl.sum(grad * second, 0).to(ddown1_ptr.dtype.element_ty), k_ok)
-        tl.store(ddown2_ptr + j[:, None].to(tl.int64) * K + k[None, :], total.to(ddown2_ptr.dtype.element_ty), ok)
+        if HAS_DOWN:
+            _inner(
+                ddown_ptr, down1_ptr, down2_ptr, ddown1_ptr, ddown2_ptr, line, K, p, q, ddown_cols, ddown_rows,
+                down1_cols, down1_rows, down2_cols, down2_rows, 1, K, 1, K, Q, BL,
+            )  # fmt: skip
 
 
 def forward(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -125,7 +137,7 @@ def backward(
             *((0, 0) if dup is None else dup.stride()), *((0, 0) if ddown is None else ddown.stride()),
             up1.stride(0), up1.stride(1), down1.stride(0), down1.stride(1),
             up2.stride(0), up2.stride(1), down2.stride(0), down2.stride(1),
-            padded, block,
+            dup is not None, ddown is not None, padded, block,
             num_warps=4, num_stages=2,
         )  # fmt: skip
     return ups[0], downs[0], ups[1], downs[1]

@@ -140,19 +140,19 @@ def _mix_tile(
     PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, LP: tl.constexpr, MP: tl.constexpr,
 ):  # fmt: skip
     """Sum over rows of p h^T, (LP, MP)."""
-    rr = tl.arange(0, R)
-    rank_ok = (rr < r)[None, :]
+    STEP: tl.constexpr = min(R, 32)
     out = tl.arange(0, BM * LP)
     inp = tl.arange(0, BM * MP)
     acc = tl.zeros((BM * LP, BM * MP), tl.float32)
     for start in range(begin, stop, BM):
-        row = start + out // LP
-        p = tl.load(p_ptr + (row.to(tl.int64) * l + out % LP)[:, None] * r + rr[None, :],
-                    ((row < stop) & (out % LP < l))[:, None] & rank_ok, 0.0)  # fmt: skip
-        row = start + inp // MP
-        h = tl.load(h_ptr + (row.to(tl.int64) * m + inp % MP)[:, None] * r + rr[None, :],
-                    ((row < stop) & (inp % MP < m))[:, None] & rank_ok, 0.0)  # fmt: skip
-        acc = tl.dot(p, h.T, acc, input_precision=PRECISION)
+        p_row, h_row = start + out // LP, start + inp // MP
+        p_at = (p_row.to(tl.int64) * l + out % LP)[:, None] * r
+        h_at = (h_row.to(tl.int64) * m + inp % MP)[:, None] * r
+        for rank in tl.static_range(0, R, STEP):
+            rr = rank + tl.arange(0, STEP)[None, :]
+            p = tl.load(p_ptr + p_at + rr, ((p_row < stop) & (out % LP < l))[:, None] & (rr < r), 0.0)
+            h = tl.load(h_ptr + h_at + rr, ((h_row < stop) & (inp % MP < m))[:, None] & (rr < r), 0.0)
+            acc = tl.dot(p, h.T, acc, input_precision=PRECISION)
     return diagonal_sum(acc, BM, LP, MP)
 
 
@@ -169,7 +169,7 @@ def kron_chain_grad_kernel(
     chunk = tl.program_id(1)
     begin = chunk * per_chunk
     stop = tl.minimum(M, begin + per_chunk)
-    last = True
+    last = chunk == 0  # without chunks every program holds its sum
     if tile < up_tiles + down_tiles:
         is_up = tile < up_tiles
         rr = tl.arange(0, R)
@@ -185,7 +185,7 @@ def kron_chain_grad_kernel(
         if SPLIT:
             place = rr[:, None] * BC + near[None, :]
             acc, last = _over_chunks(acc, place, part_ptr, counter_ptr, tile, chunk, chunks, SIZE)
-        inside = (rr < r)[:, None] & cols_ok[None, :] & last
+        inside = (rr < tl.where(last, r, 0))[:, None] & cols_ok[None, :]
         wide = cols[None, :].to(tl.int64)
         if is_up:
             tl.store(dup_ptr + wide * r + rr[:, None], acc.to(dup_ptr.dtype.element_ty), inside)
@@ -198,7 +198,7 @@ def kron_chain_grad_kernel(
         if SPLIT:
             mixed, last = _over_chunks(mixed, out * MP + inp, part_ptr, counter_ptr, tile, chunk, chunks, SIZE)
         tl.store(dmix_ptr + out * m + inp, (mixed * alpha).to(dmix_ptr.dtype.element_ty),
-                 (out < l) & (inp < m) & last)  # fmt: skip
+                 (out < tl.where(last, l, 0)) & (inp < m))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def grad_config(lines: int, padded: int, work: torch.dtype) -> Config:
 
 def in_scope(sides: tuple[int, ...], rank: int, dtype: torch.dtype) -> bool:
     """Whether w1 of these sides and w2 of this rank run here beside a layer in ``dtype``."""
-    return 0 < min(*sides, rank) and max(*sides, rank) <= _MOST[rank_dtype(dtype)]
+    return min(*sides, rank) > 0 and max(*sides, rank) <= _MOST[rank_dtype(dtype)]
 
 
 @dataclass(frozen=True)

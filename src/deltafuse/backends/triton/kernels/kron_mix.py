@@ -3,8 +3,8 @@
 Forward    C[b, i, :] = alpha sum_j w[i, j] X[b, j, :] + bias[i, :]
 Backward   the same with w^T on dY, and in the same pass dw[j, i] = alpha sum over b of dY[b, j, :] T[b, i, :]
 
-Shapes: X (M, j c), C (M, i c), bias (i c,), T (M, i c), w (i, j). i and j up to 128, or 64 beside float16 and float32, c
-any.
+Shapes: X (M, j c), C (M, i c), bias (i c,), T (M, i c), w (i, j). i and j up to 128, or 64 beside
+float16 and float32.
 
 The sum over j is a tensor-core product with the block-diagonal matrix of w. Traffic: X (and T) read once, C written.
 Launches: one each. Nothing is recomputed. Deterministic: programs keep their own sums of dw over fixed rows; the last
@@ -92,6 +92,7 @@ def mix(
     per_program = ceil_div(ceil_div(rows, programs), blocks.rows) * blocks.rows
     programs = max(1, ceil_div(rows, max(1, per_program)))
     side = blocks.inner * blocks.outer
+    block_c = 128 if simple else 32 if half or other is None else 16
     kron_mix_kernel[(programs,)](
         x, w, bias, other, out, dw,
         None if other is None else x.new_empty(programs * side, dtype=torch.float32),
@@ -99,7 +100,7 @@ def mix(
         rows, i, j, c, alpha, per_program, programs,
         x.stride(0), x.stride(1), w.stride(0), w.stride(1),
         bias is not None, other is not None, half, dot_precision(torch.bfloat16 if half else torch.float32),
-        blocks.rows, blocks.outer, blocks.inner, 128 if simple else 32, max(1, 4096 // side),
+        blocks.rows, blocks.outer, blocks.inner, block_c, max(1, 4096 // side),
         num_warps=4 if simple else 8, num_stages=3 if simple else 2,
     )  # fmt: skip
     return out, dw

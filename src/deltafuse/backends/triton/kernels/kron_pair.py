@@ -7,11 +7,11 @@ Backward   p = alpha w1^T G and C = p w2, one row of dY as G (l, k);
 Shapes: x (M, m n), w1 (l, m), w2 (k, n), bias (l k,), C (M, l k) or (M, m n). C is what the base product then adds
 itself to. Sides up to 128.
 
-A program keeps both factors (and in backward both gradients' sums) on chip and walks over rows; everything between x
-and C stays on chip, so either contraction order moves the same bytes and w2 always comes first. Traffic: forward reads
-x once and writes C; backward reads dY and x once from memory and writes C. Flops per row: 2 m k (n + l) forward, 2 (l + n) (2 m k)
-+ 2 m k n backward (X w2^T is recomputed). Launches: one each. Deterministic: programs keep their own sums; the last one
-of a group to finish adds the group's in order, the last group adds the groups'.
+A program keeps both factors (in backward a gradient's sum too) on chip and walks over rows; everything between x and C
+stays on chip, so either contraction order moves the same bytes and w2 always comes first. Traffic: forward reads x once
+and writes C; backward reads dY and x once from memory and writes C. Flops: per row 2 m k (n + l) forward, and 2 m k
+(2 l + 3 n) backward, where X w2^T is recomputed. Launches: one each. Deterministic: programs keep their own sums; the
+last one of a group to finish adds the group's in order, the last group adds the groups'.
 
 Precision: products in the rank dtype (bfloat16 beside bfloat16, else float32), sums float32.
 """
@@ -103,7 +103,8 @@ def kron_pair_backward_kernel(
                 tl.store(c_ptr + row * m * n + c_at, c.to(c_ptr.dtype.element_ty), x_ok)
             dw2 = tl.dot(p.T, x, dw2, input_precision=PRECISION)
         dw2, last = _over_programs(dw2, _grid(rk, rn, NP, 1), part_ptr, counter_ptr, program, programs, group, SIZE)
-        tl.store(dw2_ptr + _grid(rk, rn, n, 1), dw2.to(dw2_ptr.dtype.element_ty), w2_ok & last)
+        tl.store(dw2_ptr + _grid(rk, rn, n, 1), dw2.to(dw2_ptr.dtype.element_ty),
+                 (rk < tl.where(last, k, 0))[:, None] & (rn < n)[None, :])  # fmt: skip
     else:
         dw1 = tl.zeros((LP, MP), tl.float32)
         for step in range(0, steps):
@@ -115,7 +116,8 @@ def kron_pair_backward_kernel(
         parts = part_ptr + (programs + tl.cdiv(programs, group)).to(tl.int64) * SIZE
         dw1, last = _over_programs(dw1, _grid(rl, rm, MP, 1), parts, counter_ptr + COUNTERS, program, programs, group,
                                    SIZE)  # fmt: skip
-        tl.store(dw1_ptr + _grid(rl, rm, m, 1), (dw1 * alpha).to(dw1_ptr.dtype.element_ty), w1_ok & last)
+        tl.store(dw1_ptr + _grid(rl, rm, m, 1), (dw1 * alpha).to(dw1_ptr.dtype.element_ty),
+                 (rl < tl.where(last, l, 0))[:, None] & (rm < m)[None, :])  # fmt: skip
 
 
 @triton.jit

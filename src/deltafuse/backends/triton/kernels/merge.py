@@ -41,7 +41,7 @@ def _tile(
         rr = start + tl.arange(0, R)
         ok = rr < r
         b = tl.load(b_ptr + n[:, None] * b_rows + rr[None, :] * b_cols, n_ok[:, None] & ok[None, :], 0.0)
-        a = tl.load(a_ptr + rr[:, None].to(tl.int64) * a_rows + k[None, :] * a_cols, ok[:, None] & k_ok[None, :], 0.0)
+        a = tl.load(a_ptr + rr[:, None] * a_rows + k[None, :] * a_cols, ok[:, None] & k_ok[None, :], 0.0)
         acc = tl.dot(b.to(WORK), a.to(WORK), acc, input_precision=PRECISION)
     return acc
 
@@ -55,12 +55,18 @@ def merge_kernel(
     WORK: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of W'."""
-    n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
-    k = tl.program_id(0).to(tl.int64) * BK + tl.arange(0, BK)
-    n_ok = n < N
-    k_ok = k < K
+    n0 = tl.program_id(1).to(tl.int64) * BN
+    k0 = tl.program_id(0).to(tl.int64) * BK
+    n = tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    n_ok = n < N - n0
+    k_ok = k < K - k0
+    b1_ptr += n0 * b1_rows
+    a1_ptr += k0 * a1_cols
     out = _tile(b1_ptr, a1_ptr, n, k, n_ok, k_ok, r1, b1_rows, b1_cols, a1_rows, a1_cols, WORK, PRECISION, R, BN, BK)
     if MODE != 0:
+        b2_ptr += n0 * b2_rows
+        a2_ptr += k0 * a2_cols
         other = _tile(
             b2_ptr, a2_ptr, n, k, n_ok, k_ok, r2, b2_rows, b2_cols, a2_rows, a2_cols, WORK, PRECISION, R, BN, BK
         )
@@ -70,52 +76,72 @@ def merge_kernel(
         out *= tl.load(scale_ptr).to(tl.float32)
     ok = n_ok[:, None] & k_ok[None, :]
     if HAS_WEIGHT:
+        w_ptr += n0 * w_rows + k0 * w_cols
         out += tl.load(w_ptr + n[:, None] * w_rows + k[None, :] * w_cols, ok, 0.0).to(tl.float32)
+    out_ptr += n0 * K + k0
     tl.store(out_ptr + n[:, None] * K + k[None, :], out.to(out_ptr.dtype.element_ty), ok)
 
 
 @triton.jit
 def _side(
     dw_ptr, left1_ptr, left2_ptr, fixed1_ptr, fixed2_ptr,
-    c, C, start, stop, r1, r2, dw_s, dw_c,
+    base, C, rr, start, stop, r1, r2, dw_s, dw_c,
     left1_r, left1_s, left2_r, left2_s, fixed1_r, fixed1_c, fixed2_r, fixed2_c,
-    MODE: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+    MODE: tl.constexpr, WHOLE: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
     R: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Sums over s from ``start`` to ``stop`` of left[r, s] T[s, c], for both pairs, with T formed tile by tile.
+    """Sums over s from ``start`` to ``stop`` of left[r, s] T[s, c] for ranks ``rr`` of both pairs, T formed by tiles.
 
-    For downs s is a row and c a column of dW', left is B^T and fixed is A; for ups the other way round.
+    For downs s is a row and c a column of dW', left is B^T and fixed is A; for ups the other way round. Tiles start at
+    64-bit bases and are walked in 32 bits.
     """
-    rr = tl.arange(0, R)
-    c_ok = c < C
+    c = tl.arange(0, BC)
+    s = tl.arange(0, BS)
+    c_ok = c < C - base
+    dw_ptr += base * dw_c + start * dw_s
+    left1_ptr += start * left1_s
+    fixed1_ptr += base * fixed1_c
+    dw_at = s[:, None] * dw_s + c[None, :] * dw_c
+    left1_at = rr[:, None] * left1_r + s[None, :] * left1_s
     acc1 = tl.zeros((R, BC), tl.float32)
     acc2 = tl.zeros((R, BC), tl.float32)
-    if MODE == 1:
-        fixed1 = tl.load(fixed1_ptr + rr[:, None].to(tl.int64) * fixed1_r + c[None, :] * fixed1_c,
+    if MODE != 0:
+        left2_ptr += start * left2_s
+        fixed2_ptr += base * fixed2_c
+        left2_at = rr[:, None] * left2_r + s[None, :] * left2_s
+    if MODE == 1 and WHOLE:
+        fixed1 = tl.load(fixed1_ptr + rr[:, None] * fixed1_r + c[None, :] * fixed1_c,
                          (rr < r1)[:, None] & c_ok[None, :], 0.0).to(WORK)  # fmt: skip
-        fixed2 = tl.load(fixed2_ptr + rr[:, None].to(tl.int64) * fixed2_r + c[None, :] * fixed2_c,
+        fixed2 = tl.load(fixed2_ptr + rr[:, None] * fixed2_r + c[None, :] * fixed2_c,
                          (rr < r2)[:, None] & c_ok[None, :], 0.0).to(WORK)  # fmt: skip
-    for first in range(start, stop, BS):
-        s = first + tl.arange(0, BS)
-        s_ok = s < stop
-        wide = s.to(tl.int64)
-        dw = tl.load(dw_ptr + wide[:, None] * dw_s + c[None, :] * dw_c, s_ok[:, None] & c_ok[None, :], 0.0)
-        left1 = tl.load(left1_ptr + rr[:, None].to(tl.int64) * left1_r + wide[None, :] * left1_s,
-                        (rr < r1)[:, None] & s_ok[None, :], 0.0).to(WORK)  # fmt: skip
+    for left in range(0, stop - start, BS):
+        s_ok = s < stop - start - left
+        dw = tl.load(dw_ptr + dw_at, s_ok[:, None] & c_ok[None, :], 0.0)
+        left1 = tl.load(left1_ptr + left1_at, (rr < r1)[:, None] & s_ok[None, :], 0.0).to(WORK)
         if MODE == 0:
             acc1 = tl.dot(left1, dw.to(WORK), acc1, input_precision=PRECISION)
         else:
-            left2 = tl.load(left2_ptr + rr[:, None].to(tl.int64) * left2_r + wide[None, :] * left2_s,
-                            (rr < r2)[:, None] & s_ok[None, :], 0.0).to(WORK)  # fmt: skip
+            left2 = tl.load(left2_ptr + left2_at, (rr < r2)[:, None] & s_ok[None, :], 0.0).to(WORK)
             if MODE == 1:
                 grad = dw.to(tl.float32)
-                other = tl.dot(left2.T, fixed2, input_precision=PRECISION)
+                if WHOLE:
+                    other = tl.dot(left2.T, fixed2, input_precision=PRECISION)
+                else:
+                    other = _tile(left2_ptr, fixed2_ptr, s, c, s_ok, c_ok, r2, left2_s, left2_r, fixed2_r, fixed2_c,
+                                  WORK, PRECISION, R, BS, BC)  # fmt: skip
                 acc1 = tl.dot(left1, (grad * other).to(WORK), acc1, input_precision=PRECISION)
-                other = tl.dot(left1.T, fixed1, input_precision=PRECISION)
+                if WHOLE:
+                    other = tl.dot(left1.T, fixed1, input_precision=PRECISION)
+                else:
+                    other = _tile(left1_ptr, fixed1_ptr, s, c, s_ok, c_ok, r1, left1_s, left1_r, fixed1_r, fixed1_c,
+                                  WORK, PRECISION, R, BS, BC)  # fmt: skip
                 acc2 = tl.dot(left2, (grad * other).to(WORK), acc2, input_precision=PRECISION)
             else:
                 acc1 = tl.dot(left1, dw.to(WORK), acc1, input_precision=PRECISION)
                 acc2 = tl.dot(left2, dw.to(WORK), acc2, input_precision=PRECISION)
+            left2_ptr += left2_s * BS
+        dw_ptr += dw_s * BS
+        left1_ptr += left1_s * BS
     return acc1, acc2
 
 
@@ -125,43 +151,47 @@ def merge_grad_kernel(
     part_ptr, total_ptr, counter_ptr,
     N, K, r1, r2, number, n_tiles, tiles, per_up, per_down, chunks, dw_rows, dw_cols,
     b1_rows, b1_cols, a1_rows, a1_cols, b2_rows, b2_cols, a2_rows, a2_cols,
-    MODE: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_SCALE: tl.constexpr, SPLIT: tl.constexpr,
+    MODE: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_SCALE: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
     WORK: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """BC rows of the ups (tiles below ``n_tiles``) or BC columns of the downs, over one chunk of the reduction."""
+    """R ranks of BC rows of the ups (tiles below ``n_tiles``) or of BC columns of the downs, over one chunk of the
+    reduction."""
     tile = tl.program_id(0)
     chunk = tl.program_id(1)
+    block = tl.program_id(2)
+    mine = tile * tl.num_programs(2) + block
     is_up = tile < n_tiles
     local = tl.arange(0, BC)
-    c = tl.where(is_up, tile, tile - n_tiles).to(tl.int64) * BC + local
-    rr = tl.arange(0, R)
+    base = tl.where(is_up, tile, tile - n_tiles).to(tl.int64) * BC
+    c = base + local
+    rr = block * R + tl.arange(0, R)
     if is_up:
-        start = chunk * per_up
+        start = chunk.to(tl.int64) * per_up
         acc1, acc2 = _side(
-            dw_ptr, a1_ptr, a2_ptr, b1_ptr, b2_ptr, c, N, start, tl.minimum(K, start + per_up), r1, r2,
+            dw_ptr, a1_ptr, a2_ptr, b1_ptr, b2_ptr, base, N, rr, start, tl.minimum(K, start + per_up), r1, r2,
             dw_cols, dw_rows, a1_rows, a1_cols, a2_rows, a2_cols, b1_cols, b1_rows, b2_cols, b2_rows,
-            MODE, WORK, PRECISION, R, BS, BC,
+            MODE, WHOLE, WORK, PRECISION, R, BS, BC,
         )  # fmt: skip
     else:
-        start = chunk * per_down
+        start = chunk.to(tl.int64) * per_down
         acc1, acc2 = _side(
-            dw_ptr, b1_ptr, b2_ptr, a1_ptr, a2_ptr, c, K, start, tl.minimum(N, start + per_down), r1, r2,
+            dw_ptr, b1_ptr, b2_ptr, a1_ptr, a2_ptr, base, K, rr, start, tl.minimum(N, start + per_down), r1, r2,
             dw_rows, dw_cols, b1_cols, b1_rows, b2_cols, b2_rows, a1_rows, a1_cols, a2_rows, a2_cols,
-            MODE, WORK, PRECISION, R, BS, BC,
+            MODE, WHOLE, WORK, PRECISION, R, BS, BC,
         )  # fmt: skip
     if SPLIT:
-        # parts: (tiles, chunks, 2, R, BC)
-        place = rr[:, None] * BC + local[None, :]
-        slot = part_ptr + (tile.to(tl.int64) * chunks + chunk) * (2 * R * BC)
+        # parts: (tiles, rank blocks, chunks, 2, R, BC)
+        place = tl.arange(0, R)[:, None] * BC + local[None, :]
+        slot = part_ptr + (mine.to(tl.int64) * chunks + chunk) * (2 * R * BC)
         tl.store(slot + place, acc1)
         if MODE != 0:
             tl.store(slot + R * BC + place, acc2)
-        if not arrive_last(counter_ptr + tile, chunks):
+        if not arrive_last(counter_ptr + mine, chunks):
             return
         acc1 = tl.zeros((R, BC), tl.float32)
         acc2 = tl.zeros((R, BC), tl.float32)
         for other in range(0, chunks):
-            slot = part_ptr + (tile.to(tl.int64) * chunks + other) * (2 * R * BC)
+            slot = part_ptr + (mine.to(tl.int64) * chunks + other) * (2 * R * BC)
             acc1 += tl.load(slot + place, cache_modifier=".cg")
             if MODE != 0:
                 acc2 += tl.load(slot + R * BC + place, cache_modifier=".cg")
@@ -180,11 +210,12 @@ def merge_grad_kernel(
             if MODE == 2:
                 b = tl.load(b2_ptr + c[None, :] * b2_rows + rr[:, None] * b2_cols, ok2, 0.0).to(tl.float32)
                 through += tl.sum(acc2 * b)
-            tl.store(total_ptr + tile, through)
-            if arrive_last(counter_ptr + tiles, n_tiles):
+            tl.store(total_ptr + mine, through)
+            partials = n_tiles * tl.num_programs(2)
+            if arrive_last(counter_ptr + tiles * tl.num_programs(2), partials):
                 total = tl.zeros((BC,), tl.float32)
-                for first in range(0, n_tiles, BC):
-                    total += tl.load(total_ptr + first + local, first + local < n_tiles, 0.0, cache_modifier=".cg")
+                for first in range(0, partials, BC):
+                    total += tl.load(total_ptr + first + local, first + local < partials, 0.0, cache_modifier=".cg")
                 tl.store(dscale_ptr, (tl.sum(total) * number).to(dscale_ptr.dtype.element_ty))
     else:
         wide = rr[:, None].to(tl.int64)
@@ -195,26 +226,27 @@ def merge_grad_kernel(
 
 @dataclass(frozen=True)
 class Config:
-    """block_s: the axis a program walks (rows of W' forward). block_c: the axis it owns (columns of W' forward)."""
+    """block_s: the axis a program walks (rows of W' forward). block_c: the axis it owns (columns of W' forward).
+    ranks: how many ranks it holds at a time."""
 
     block_s: int
     block_c: int
+    ranks: int
     warps: int
     stages: int
 
 
-def forward_config(mode: int) -> Config:
+def forward_config(mode: int, padded: int) -> Config:
     """Bound by W' itself: wide rows, and few enough accumulators for two programs a multiprocessor."""
-    return Config(64, 128, 4, 2) if mode == ONE else Config(64, 64, 4, 2)
+    return Config(64, 128 if mode == ONE else 64, min(32, padded), 4, 2)
 
 
-def grad_config(mode: int, padded: int) -> Config:
-    """Accumulators grow with the rank and, for two pairs, twice as fast."""
+def grad_config(mode: int, padded: int, wide: bool) -> Config:
+    """Accumulators grow with the rank, twice as fast for two pairs; ``wide`` (float32 dW') holds operands twice."""
     if mode == ONE:
-        return Config(64, 64, 4, 3) if padded <= 64 else Config(32, 32, 4, 2)
-    if padded <= 32:
-        return Config(64, 32, 4, 2)
-    return Config(32, 32, 4, 2) if padded <= 64 else Config(16, 16, 4, 1)
+        ranks = min(padded, 64 if wide else 128)
+        return Config(64, 64, ranks, 4, 3) if ranks <= 64 and not wide else Config(32, 32, ranks, 4, 3)
+    return Config(32, 32, min(padded, 32 if wide else 64), 8, 2)
 
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -236,14 +268,14 @@ def forward(
     factors = (up1, down1, up2, down2)
     narrow = all(item is None or item.dtype == torch.bfloat16 for item in factors)
     precise = dot_precision(torch.float32) if out_dtype == torch.float32 else "tf32"
-    rank = max(up1.shape[1], 0 if up2 is None else up2.shape[1])
-    config = config or forward_config(mode)
+    rank1, rank2 = up1.shape[1], 0 if up2 is None else up2.shape[1]
+    config = config or forward_config(mode, pad_rank(max(rank1, rank2)))
     merge_kernel[(ceil_div(inner, config.block_c), ceil_div(wide, config.block_s))](
         weight, up1, down1, up2, down2, scalar, out,
-        wide, inner, up1.shape[1], 0 if up2 is None else up2.shape[1], number,
+        wide, inner, rank1, rank2, number,
         *_strides(weight, *factors),
         mode, weight is not None, scalar is not None,
-        tl.bfloat16 if narrow else tl.float32, precise, min(32, pad_rank(rank)), config.block_s, config.block_c,
+        tl.bfloat16 if narrow else tl.float32, precise, config.ranks, config.block_s, config.block_c,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
@@ -273,7 +305,8 @@ def backward(
     want_up = want_up or want_scalar
     rank1, rank2 = up1.shape[1], 0 if up2 is None else up2.shape[1]
     padded = pad_rank(max(rank1, rank2))
-    config = config or grad_config(mode, padded)
+    config = config or grad_config(mode, padded, dw.element_size() > 2)
+    blocks = ceil_div(padded, config.ranks)
     grads = Grads(
         _like(up1, want_up), _like(down1, want_down), _like(up2, want_up), _like(down2, want_down),
         _like(scalar, want_scalar),
@@ -282,19 +315,19 @@ def backward(
     tiles = n_tiles + (ceil_div(inner, config.block_c) if want_down else 0)
     if tiles == 0 or wide * inner == 0:
         return Grads(*(None if item is None else item.zero_() for item in vars(grads).values()))
-    _, chunks = chunks_for(max(wide, inner), tiles, config.block_s, dw.device)
+    _, chunks = chunks_for(max(wide, inner), tiles * blocks, config.block_s, dw.device)
     per_up, per_down = (ceil_div(ceil_div(side, chunks), config.block_s) * config.block_s for side in (inner, wide))
     work = rank_dtype(dw.dtype)
-    parts = dw.new_empty(
-        (tiles * chunks * 2 * padded * config.block_c if chunks > 1 else 0) + n_tiles, dtype=torch.float32
-    )
-    merge_grad_kernel[(tiles, chunks)](
+    held = tiles * blocks * chunks * 2 * config.ranks * config.block_c if chunks > 1 else 0
+    partials = n_tiles * blocks if want_scalar else 0
+    parts = dw.new_empty(held + partials, dtype=torch.float32) if held + partials > 0 else None
+    merge_grad_kernel[(tiles, chunks, blocks)](
         dw, up1, down1, up2, down2, scalar, grads.up1, grads.down1, grads.up2, grads.down2, grads.scalar,
-        parts[n_tiles:] if chunks > 1 else None, parts, counter(dw.device, tiles + 1),
+        parts, parts[held:] if parts is not None and want_scalar else None, counter(dw.device, tiles * blocks + 1),
         wide, inner, rank1, rank2, number, n_tiles, tiles, per_up, per_down, chunks,
         *_strides(dw, up1, down1, up2, down2),
-        mode, scalar is not None, want_scalar, chunks > 1,
-        _TL[work], "tf32" if dw.element_size() == 2 else dot_precision(work), padded, config.block_s, config.block_c,
+        mode, scalar is not None, want_scalar, chunks > 1, blocks == 1,
+        _TL[work], "tf32" if dw.element_size() == 2 else dot_precision(work), config.ranks, config.block_s, config.block_c,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return grads

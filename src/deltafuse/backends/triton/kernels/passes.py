@@ -1,8 +1,7 @@
 """Low-rank paths beside a linear layer: the passes over x and dY that are not the base product.
 
 lowrank_down   h = mask (x A^T)
-lowrank_grad   q = mask alpha (dY up_gain) B, G = dY gain, and per block of rows the parts of dB^T = h^T dY,
-               sum dY y and sum dY, all in one pass over dY
+lowrank_grad   q = mask alpha (dY up_gain) B and, per block of rows, the parts of dB^T = h^T dY, in one pass over dY
 lowrank_finish dA = q^T x in one pass over x; the parts of dB added up, and with them d gain and d up_gain
 
 Shapes: x (M, K), dY and y (M, N), A (r, K), B (N, r), h and q (M, r), gain, up_gain and bias (N,), mask (M / rows, r).
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from ..launch import ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, processors, rank_dtype
 from ..tuning import Key, Tunable, stretched
+from .gain import gain_grad
 
 
 @triton.jit
@@ -79,13 +79,12 @@ def lowrank_down_kernel(
 
 @triton.jit(do_not_specialize=["M", "rows"])
 def lowrank_grad_kernel(
-    dy_ptr, y_ptr, h_ptr, b_ptr, gain_ptr, up_gain_ptr, mask_ptr,
-    q_ptr, g_ptr, db_part_ptr, vector_part_ptr, q_part_ptr, counter_ptr,
+    dy_ptr, h_ptr, b_ptr, up_gain_ptr, mask_ptr, q_ptr, db_part_ptr, q_part_ptr, counter_ptr,
     M, rows, alpha, N, r, per_split, splits, dy_rows, dy_cols, b_rows, b_cols,
-    WANT_Q: tl.constexpr, WANT_B: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_MASK: tl.constexpr, SPLIT: tl.constexpr,
+    WANT_Q: tl.constexpr, WANT_B: tl.constexpr, HAS_UP_GAIN: tl.constexpr, HAS_MASK: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of dY over one share of N: q of these rows, and this block's part of dB^T and of the column sums."""
+    """BM rows of dY over one share of N: q of these rows, and this block's part of dB^T."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     rm = tile * BM + tl.arange(0, BM)
@@ -108,22 +107,13 @@ def lowrank_grad_kernel(
         if WANT_Q:
             b = tl.load(b_ptr + cols[:, None].to(tl.int64) * b_rows + rr[None, :] * b_cols,
                         cols_ok[:, None] & rank_ok[None, :], 0.0)  # fmt: skip
-            if HAS_GAIN:
+            if HAS_UP_GAIN:
                 b = b.to(tl.float32) * tl.load(up_gain_ptr + cols, cols_ok, 0.0).to(tl.float32)[:, None]
             acc = tl.dot(dy.to(RANK), b.to(RANK), acc, input_precision=PRECISION)
         if WANT_B:
             db = tl.dot(h.T, dy.to(RANK), input_precision=PRECISION)
             place = db_part_ptr + tile.to(tl.int64) * R * N + rr[:, None] * N + cols[None, :]
             tl.store(place, db, cols_ok[None, :])
-        if HAS_GAIN:
-            wide_dy = dy.to(tl.float32)
-            gain = tl.load(gain_ptr + cols, cols_ok, 0.0).to(tl.float32)
-            at = wide[:, None] * N + cols[None, :]
-            y = tl.load(y_ptr + at, inside, 0.0).to(tl.float32)
-            tl.store(g_ptr + at, (wide_dy * gain[None, :]).to(g_ptr.dtype.element_ty), inside)
-            sums = vector_part_ptr + tile.to(tl.int64) * 2 * N + cols
-            tl.store(sums, tl.sum(wide_dy * y, 0), cols_ok)
-            tl.store(sums + N, tl.sum(wide_dy, 0), cols_ok)
     if not WANT_Q:
         return
     if SPLIT:
@@ -140,11 +130,11 @@ def lowrank_grad_kernel(
     tl.store(q_ptr + narrow, acc.to(RANK), rows_ok & rank_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "tiles", "x_tiles", "per_chunk", "chunks"])
+@triton.jit(do_not_specialize=["M", "tiles", "sum_tiles", "x_tiles", "per_chunk", "chunks"])
 def lowrank_finish_kernel(
     x_ptr, q_ptr, b_ptr, bias_ptr, gain_ptr, up_gain_ptr, db_part_ptr, vector_part_ptr,
     da_ptr, db_ptr, dgain_ptr, dup_gain_ptr, part_ptr, counter_ptr,
-    M, tiles, x_tiles, per_chunk, chunks, alpha, N, K, r, x_rows, x_cols, b_rows, b_cols,
+    M, tiles, sum_tiles, x_tiles, per_chunk, chunks, alpha, N, K, r, x_rows, x_cols, b_rows, b_cols,
     HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -185,12 +175,12 @@ def lowrank_finish_kernel(
         with_y = tl.zeros((BC,), tl.float32)
         plain = tl.zeros((BC,), tl.float32)
         at = db_part_ptr + rr[:, None] * N + cols[None, :]
-        if HAS_GAIN:
-            sums = vector_part_ptr + cols
         for _ in range(0, tiles):
             acc += tl.load(at, inside, 0.0)
             at += R * N
-            if HAS_GAIN:
+        if HAS_GAIN:
+            sums = vector_part_ptr + cols
+            for _ in range(0, sum_tiles):
                 with_y += tl.load(sums, cols_ok, 0.0)
                 plain += tl.load(sums + N, cols_ok, 0.0)
                 sums += 2 * N
@@ -223,17 +213,17 @@ class Config:
 
 def down_config(rank: int, itemsize: int) -> Config:
     """A block of x a step large enough that the copies in flight cover the memory's latency."""
-    return Config(64, 256 // itemsize, 4, 4 if itemsize == 2 else 3) if rank <= 64 else Config(32, 64, 4, 3)
+    return Config(64, 256 // itemsize, 8, 4 if itemsize == 2 else 3) if rank <= 64 else Config(32, 64, 4, 3)
 
 
 def grad_config(rank: int, itemsize: int) -> Config:
     """As tall as registers allow: a part of dB is written per block of rows."""
-    return Config(128, 128 // itemsize, 8, 3) if rank <= 32 else Config(64, 32, 8, 2)
+    return Config(128, 256 // itemsize, 8, 3) if rank <= 32 else Config(64, 32, 8, 2)
 
 
 def finish_config(rank: int, itemsize: int) -> Config:
     """Columns are the parallel axis, rows the reduction."""
-    return Config(64, 256 // itemsize, 8, 3) if rank <= 64 else Config(64, 32, 4, 2)
+    return Config(128, 128 // itemsize, 8, 3) if rank <= 64 else Config(64, 32, 4, 2)
 
 
 def _share(length: int, block: int, tiles: int, split: int, device: torch.device) -> tuple[int, int]:
@@ -244,40 +234,55 @@ def _share(length: int, block: int, tiles: int, split: int, device: torch.device
     return share, max(1, ceil_div(length, share))
 
 
-# -- tuning: keys hold device, dtype, row bucket, then sizes, the padded rank and flags ----------------------------------
+# -- tuning: keys hold device, dtype, row bucket, then sizes, the padded rank and flags --------------------------------
 
-_STAGED_BYTES = 112 * 1024
+Shape = tuple[int, int, int, int]
+_DOWN: dict[tuple[int, bool], tuple[Shape, ...]] = {
+    (16, True): ((32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 3), (16, 256, 4, 4), (32, 256, 4, 3), (64, 256, 8, 3)),
+    (64, True): ((32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 3), (32, 256, 4, 3)),
+    (128, True): ((32, 64, 4, 2), (64, 64, 8, 3), (32, 128, 8, 3), (16, 128, 4, 3)),
+    (256, True): ((32, 64, 4, 2),),
+    (16, False): ((32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 3)),
+    (64, False): ((64, 64, 4, 4),),
+    (128, False): ((64, 64, 8, 3),),
+}
+_GRAD: dict[tuple[int, bool], tuple[Shape, ...]] = {
+    (16, True): ((64, 64, 4, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 4), (128, 32, 4, 4), (128, 32, 8, 4)),
+    (64, True): ((64, 64, 8, 3), (64, 32, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3)),
+    (128, True): ((32, 32, 8, 3), (64, 32, 8, 3), (32, 64, 8, 2)),
+    (256, True): ((32, 32, 8, 3),),
+    (16, False): ((64, 64, 8, 4), (128, 32, 8, 4)),
+    (128, False): ((32, 32, 8, 3),),
+}
+_FINISH: dict[tuple[int, bool], tuple[Shape, ...]] = {
+    (16, True): ((64, 64, 4, 4), (32, 128, 4, 4), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3)),
+    (64, True): ((64, 64, 4, 4), (32, 128, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3)),
+    (128, True): ((32, 32, 4, 3), (32, 64, 8, 2), (64, 32, 8, 3)),
+    (256, True): ((32, 64, 8, 2), (64, 32, 8, 3)),
+    (16, False): ((64, 64, 4, 4), (32, 128, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3)),
+    (64, False): ((64, 64, 4, 4), (32, 128, 4, 4), (64, 128, 4, 3)),
+    (128, False): ((32, 32, 4, 3), (32, 64, 8, 2), (64, 32, 8, 3)),
+    (256, False): ((32, 64, 8, 2), (64, 32, 8, 3)),
+}
+"""(padded rank up to which, whether the rank dtype has 16 bits) -> what is worth timing: nothing that spills."""
 
 
-def _staged(dtype: torch.dtype, *shapes: tuple[int, int, int, int]) -> Sequence[Config]:
-    """Configurations whose blocks in flight fit in the shared memory of every device the kernels run on."""
-    found = (Config(*shape) for shape in shapes)
-    return [c for c in found if c.block_m * c.block_c * c.stages * dtype.itemsize <= _STAGED_BYTES]
+def _among(table: dict[tuple[int, bool], tuple[Shape, ...]], rank: int, dtype: torch.dtype) -> Sequence[Config]:
+    narrow = dtype == torch.bfloat16
+    step = next(bound for bound in (16, 64, 128, 256) if rank <= bound)
+    return [Config(*shape) for shape in table.get((step, narrow), ())]
 
 
 def _down_candidates(key: Key) -> Sequence[Config]:
-    if key[4] > 64:
-        return _staged(key[1], (32, 64, 4, 2), (64, 64, 8, 3), (32, 128, 8, 3), (16, 128, 4, 3))
-    return _staged(
-        key[1], (32, 128, 4, 4), (64, 64, 4, 4), (128, 64, 4, 3), (16, 256, 4, 4), (32, 256, 4, 3), (64, 256, 8, 3),
-        (128, 128, 8, 3),
-    )  # fmt: skip
+    return _among(_DOWN, key[4], key[1])
 
 
 def _grad_candidates(key: Key) -> Sequence[Config]:
-    if key[4] > 32:
-        return _staged(key[1], (32, 32, 4, 2), (32, 32, 8, 3), (32, 64, 8, 2), (64, 32, 8, 3))
-    return _staged(
-        key[1], (64, 64, 4, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 4), (128, 32, 4, 4), (128, 32, 8, 4),
-    )  # fmt: skip
+    return _among(_GRAD, key[4], key[1])
 
 
 def _finish_candidates(key: Key) -> Sequence[Config]:
-    if key[5] > 64:
-        return _staged(key[1], (32, 32, 4, 3), (32, 64, 8, 2), (64, 32, 8, 3))
-    return _staged(
-        key[1], (64, 64, 4, 4), (64, 64, 4, 3), (32, 128, 4, 4), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3),
-    )  # fmt: skip
+    return _among(_FINISH, key[5], key[1])
 
 
 def _stretch_finish(args: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
@@ -338,27 +343,30 @@ def grad(
     dy: Tensor, y: Tensor | None, h: Tensor, b: Tensor, gain: Tensor | None, up_gain: Tensor | None,
     mask: Tensor | None, alpha: float, want_q: bool, want_b: bool, config: Config | None = None,
 ) -> Parts:  # fmt: skip
-    """One pass over dY (M, N). With a gain the parts of dB are always made: the gains' gradients need them."""
+    """One pass over dY (M, N). With a gain one more, over dY and y, and the parts of dB are always made: the gains'
+    gradients need them."""
     rows, wide = dy.shape
     rank = h.shape[1]
-    want_b = want_b or gain is not None
+    g = vectors = None
+    if gain is not None:
+        assert y is not None
+        want_b = True
+        g, vectors = gain_grad(dy, y, gain)
     padded = pad_rank(rank)
-    key = (dy.device, dy.dtype, rows.bit_length(), wide, padded, want_q, want_b, gain is not None)
-    c = config or GRAD.config_for(key, grad, (dy, y, h, b, gain, up_gain, mask, alpha, want_q, want_b))
+    key = (dy.device, dy.dtype, rows.bit_length(), wide, padded, want_q, want_b)
+    c = config or GRAD.config_for(key, grad, (dy, y, h, b, None, up_gain, mask, alpha, want_q, want_b))
     tiles = max(1, ceil_div(rows, c.block_m))
     share, splits = _share(wide, c.block_c, tiles, c.split, dy.device)
     split = splits > 1 and want_q
     q = dy.new_empty((rows, rank), dtype=h.dtype)
-    g = None if gain is None else dy.new_empty((rows, wide))
     up = dy.new_empty((tiles, padded, wide), dtype=torch.float32) if want_b else None
-    vectors = None if gain is None else dy.new_empty((tiles, 2, wide), dtype=torch.float32)
     parts = dy.new_empty(tiles * splits * c.block_m * padded, dtype=torch.float32) if split else None
     launch(
         lowrank_grad_kernel, (tiles, splits), c.warps, c.stages,
-        dy, y, h, b, gain, up_gain, mask, q, g, up, vectors, parts, counter(dy.device, tiles) if split else None,
+        dy, h, b, up_gain, mask, q, up, parts, counter(dy.device, tiles) if split else None,
         rows, rows if mask is None else max(1, rows // mask.shape[0]), alpha, wide, rank, share, splits,
         dy.stride(0), dy.stride(1), b.stride(0), b.stride(1),
-        want_q, want_b, gain is not None, mask is not None, split,
+        want_q, want_b, up_gain is not None, mask is not None, split,
         dot_precision(h.dtype), padded, c.block_m, c.block_c,
     )  # fmt: skip
     return Parts(q, g, up, vectors, tiles)
@@ -399,7 +407,7 @@ def finish(
         lowrank_finish_kernel, (x_tiles * chunks + n_tiles,), c.warps, c.stages,
         x, parts.q, b, bias, gain, up_gain, parts.up, parts.vectors, da, db, dgain, dup_gain, scratch,
         counter(x.device, x_tiles) if split else None,
-        rows, parts.tiles, x_tiles, per_chunk, chunks, alpha, wide, inner, rank,
+        rows, parts.tiles, 0 if parts.vectors is None else parts.vectors.shape[0], x_tiles, per_chunk, chunks, alpha, wide, inner, rank,
         x.stride(0), x.stride(1), b.stride(0), b.stride(1),
         bias is not None, gain is not None, split, dot_precision(parts.q.dtype), padded, c.block_m, c.block_c,
     )  # fmt: skip

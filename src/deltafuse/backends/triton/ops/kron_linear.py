@@ -9,8 +9,8 @@ pair    w1 and w2 full and small enough to stay on chip. Forward one launch, bac
 mix     w2 full and large. x w2^T is a product of its own, of the layer's size for as long as the call runs; then one
         launch. Backward: that product again, one launch, and w2's two products.
 
-Anything else (a side of w1 or a rank beyond 128, or 64 beside float16 and float32) runs the reference. w2 before w1 in every shape: in pair and chain what
-lies between stays on chip, and in mix the sides of w1 are alike.
+Anything else (a side of w1 or a rank beyond 128, or 64 beside float16 and float32) runs the reference. w2 before w1 in
+every shape: in pair and chain what lies between stays on chip, and in mix the sides of w1 are alike.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _second(flat: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """x w2^T on the (M m, n) view, as (M, m k) in the rank dtype."""
     work = rank_dtype(flat.dtype)
     lines = flat.reshape(-1, w2.shape[1]).to(work)
-    return torch.mm(lines, w2.to(work).t()).view(flat.shape[0], w1.shape[1] * w2.shape[0])
+    with plain_math(flat):
+        return torch.mm(lines, w2.to(work).t()).view(flat.shape[0], w1.shape[1] * w2.shape[0])
 
 
 def fake(

@@ -17,7 +17,7 @@ from torch import Tensor
 from ....core.precision import compute_dtype
 from ....primitives.linear import lowrank_linear as reference
 from ..binding import Fused, bind
-from ..kernels import passes
+from ..kernels import passes, wide
 from ..launch import MAX_KERNEL_RANK, rank_dtype
 from ..products import with_lowrank
 
@@ -35,13 +35,18 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _runner(down: Tensor, x: Tensor) -> Any:
+    """Whose passes: the kernels' or, at ranks that are products like any other, the library's."""
+    return wide if wide.applies(down.shape[0], x.dtype) else passes
+
+
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, alpha: float,
     gain: Tensor | None, up_gain: Tensor | None, mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (..., N), h (M, r))."""
     flat = _flat(x)
-    h = passes.down(flat, down, mask)
+    h = _runner(down, x).down(flat, down, mask)
     y = with_lowrank(flat, weight, h, up, alpha, bias=bias, gain=gain, up_gain=up_gain)
     return y.view(*x.shape[:-1], weight.shape[0]), h
 
@@ -65,10 +70,11 @@ def backward(
     """Gradients of x, weight, bias, down, up, gain and up_gain, in the order of the arguments."""
     flat, dy = _flat(x), _flat(grad)
     want_q = needs[0] or needs[3]
-    parts = passes.grad(dy, None if y is None else _flat(y), h, up, gain, up_gain, mask, alpha, want_q, needs[4])
+    runner = _runner(down, x)
+    parts = runner.grad(dy, None if y is None else _flat(y), h, up, gain, up_gain, mask, alpha, want_q, needs[4])
     scaled = dy if parts.g is None else parts.g
     dx = with_lowrank(scaled, weight, parts.q, down, 1.0, transposed=True).view(x.shape) if needs[0] else None
-    grads = passes.finish(parts, flat, down, up, bias, gain, up_gain, alpha, needs[3])
+    grads = runner.finish(parts, flat, down, up, bias, gain, up_gain, alpha, needs[3])
     dweight = scaled.t() @ flat if needs[1] else None
     dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] and bias is not None else None
     return dx, dweight, dbias, grads.down, grads.up if needs[4] else None, None, grads.gain, grads.up_gain, None
