@@ -74,12 +74,10 @@ def ops_table(records: list[dict[str, Any]]) -> str:
     arms = list(dict.fromkeys([*OP_COLUMNS, *(name for row in rows.values() for name in row["arms"])]))
     commits = ", ".join(dict.fromkeys(str(one["provenance"]["commit"])[:10] for one in records))
     lines = [
-        f"{facts['card']}, torch {facts['torch']}, triton {facts['triton']}, commit {commits}: device us / wall us of forward"
-        " and backward together, peak MB. Floor: bytes over the measured copy rate or flops over the product rate.",
+        f"{facts['card']}, torch {facts['torch']}, triton {facts['triton']}, commit {commits}: device us / wall us of"
+        " forward and backward together, peak MB. Floor: bytes over copy rate or flops over product rate.",
         "",
-        "| primitive, example | M x N x K, rank, factor | dtype | "
-        + " | ".join(arms)
-        + " | floor us | launches | error |",
+        "| " + " | ".join([*OP_HEAD, *arms, *OP_TAIL]) + " |",
         "|---" * (len(arms) + 6) + "|",
     ]
     for row in rows.values():

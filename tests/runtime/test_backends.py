@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import deltafuse
-from deltafuse.backends.registry import BUILT_IN, PLANNED, Backend
+from deltafuse.backends.registry import BUILT_IN, PLANNED, Backend, select
 from deltafuse.core.errors import BackendError, OptionError
+from deltafuse.core.geometry import LayerOp
 from deltafuse.core.messages import forget_said
 from deltafuse.core.policy import BACKEND_VARIABLES, requested_backend
 from deltafuse.core.problem import Problem
@@ -21,6 +22,9 @@ from deltafuse.functional import locon
 from deltafuse.primitives import get_primitive
 
 from .support import assert_same, build, cases, step
+
+WHOLE_LAYER = "lowrank_linear"
+"""The one primitive of locon's bypass on a linear layer."""
 
 
 @pytest.fixture(autouse=True)
@@ -161,9 +165,9 @@ def test_compile_on_cuda_without_triton(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_named_backend_that_refuses_a_primitive_raises(picky: Callable[..., Picky]) -> None:
-    picky("lowrank_down")
+    picky(WHOLE_LAYER)
     case = build("locon", "linear", bypass_mode=True)
-    with deltafuse.use_backend("picky"), pytest.raises(BackendError, match=r"lowrank_down.*this test says no"):
+    with deltafuse.use_backend("picky"), pytest.raises(BackendError, match=rf"{WHOLE_LAYER}.*this test says no"):
         case.model(case.kind.inputs(3))
 
 
@@ -176,7 +180,7 @@ def test_auto_takes_what_competes(picky: Callable[..., Picky]) -> None:
     want = step(case, x)
     backend = picky()
     assert_same(step(case, x), want)
-    assert "lowrank_down" in backend.calls
+    assert WHOLE_LAYER in backend.calls
     seen = len(backend.calls)
     deltafuse.unregister_backend("picky")
     assert_same(step(case, x), want)
@@ -184,7 +188,7 @@ def test_auto_takes_what_competes(picky: Callable[..., Picky]) -> None:
 
 
 def test_auto_falls_back_and_says_so_once(picky: Callable[..., Picky], caplog: pytest.LogCaptureFixture) -> None:
-    backend = picky("gemm_epilogue")
+    backend = picky(WHOLE_LAYER)
     logger = logging.getLogger("deltafuse")
     logger.addHandler(caplog.handler)
     try:
@@ -197,7 +201,7 @@ def test_auto_falls_back_and_says_so_once(picky: Callable[..., Picky], caplog: p
     said = [record.getMessage() for record in caplog.records if "picky" in record.getMessage()]
     assert len(set(said)) == 1
     assert len(said) <= 2
-    assert "gemm_epilogue" in said[0]
+    assert WHOLE_LAYER in said[0]
     assert "this test says no" in said[0]
     assert not backend.calls
     plan = case.adapters[0].nominal_plan()
@@ -205,11 +209,49 @@ def test_auto_falls_back_and_says_so_once(picky: Callable[..., Picky], caplog: p
     assert "this test says no" in plan.reason
 
 
-def test_strict_mode_raises(picky: Callable[..., Picky], monkeypatch: pytest.MonkeyPatch) -> None:
+NAMES = ("lowrank_down", "gemm_epilogue")
+PROBLEM = Problem(LayerOp(16, 12), 3, torch.float32, torch.device("cpu"), True)
+
+
+def test_auto_chooses_for_each_primitive(picky: Callable[..., Picky]) -> None:
+    """A refusal moves one primitive to the next backend, not the whole form."""
     picky("gemm_epilogue")
+    found = select(NAMES, PROBLEM, "auto")
+    assert found.backend == "picky + torch"
+    assert found.choice == (("lowrank_down", "picky"), ("gemm_epilogue", "torch"))
+    assert "this test says no" in found.reason
+    assert found.kernels.gemm_epilogue is get_primitive("gemm_epilogue").reference
+    assert found.kernels.lowrank_down is not get_primitive("lowrank_down").reference
+
+
+def test_competing_is_asked_for_each_primitive(picky: Callable[..., Picky], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not competing is no failure: nothing is said and strict mode has nothing to raise."""
+    backend = picky()
+    monkeypatch.setenv("DELTAFUSE_STRICT", "1")
+    asked: list[str] = []
+
+    def competes(primitive: str, problem: Problem) -> Verdict:
+        asked.append(primitive)
+        return Verdict(primitive == "lowrank_down", "not measured faster here")
+
+    monkeypatch.setattr(backend, "competes", competes)
+    found = select(NAMES, PROBLEM, "auto")
+    assert asked == list(NAMES)
+    assert dict(found.choice) == {"lowrank_down": "picky", "gemm_epilogue": "torch"}
+    assert "not measured faster here" in found.reason
+
+
+def test_a_form_without_primitives_is_torch(picky: Callable[..., Picky]) -> None:
+    picky()
+    assert select((), PROBLEM, "auto").backend == "torch"
+    assert select((), PROBLEM, "picky").backend == "torch"
+
+
+def test_strict_mode_raises(picky: Callable[..., Picky], monkeypatch: pytest.MonkeyPatch) -> None:
+    picky(WHOLE_LAYER)
     monkeypatch.setenv("DELTAFUSE_STRICT", "1")
     case = build("locon", "linear", bypass_mode=True)
-    with pytest.raises(BackendError, match="gemm_epilogue"):
+    with pytest.raises(BackendError, match=WHOLE_LAYER):
         case.model(case.kind.inputs(3))
     monkeypatch.setenv("DELTAFUSE_STRICT", "perhaps")
     with pytest.raises(OptionError, match=r"DELTAFUSE_STRICT.*Legal"):

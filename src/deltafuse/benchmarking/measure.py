@@ -50,7 +50,8 @@ def launches(call: Call, device: torch.device) -> tuple[int | None, float | None
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         call()
         synchronize(device)
-    kernels = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in on_device if not getattr(event, "is_user_annotation", False)]
     return len(kernels), float(sum(event.time_range.elapsed_us() for event in kernels))
 
 

@@ -1,14 +1,14 @@
 """Primitives: the few operations that backends implement. Importing this package defines them all."""
 
-from . import gemm, glora, kron, linear, lowrank, norms, rotation, scaling
+from . import conv, gemm, kron, linear, lowrank, norms, rotation, scaling, two_sided
 from .registry import Kernels, Primitive, get_primitive, kernel_table, primitives
 
 __all__ = [
     "Kernels",
     "Primitive",
+    "conv",
     "gemm",
     "get_primitive",
-    "glora",
     "kernel_table",
     "kron",
     "linear",
@@ -17,4 +17,5 @@ __all__ = [
     "primitives",
     "rotation",
     "scaling",
+    "two_sided",
 ]

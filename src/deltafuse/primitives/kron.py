@@ -87,7 +87,7 @@ def kron_merge(weight: Tensor | None, w1: Tensor, w2: Tensor, scale: Any = 1.0) 
 
 def _factors(sizes: Sizes, draw: Draw, low1: bool, low2: bool) -> tuple[Chain, Chain]:
     (in_m, in_n), (out_l, out_k) = factorization(sizes.inner, sizes.factor), factorization(sizes.out, sizes.factor)
-    chains = []
+    chains: list[Chain] = []
     for out, inp, low in ((out_l, in_m, low1), (out_k, in_n, low2)):
         if low:
             down = draw.factor(sizes.rank, inp, scale=inp**-0.5)

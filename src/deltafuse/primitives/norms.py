@@ -1,7 +1,8 @@
-"""Norms of a weight along one axis, dense or composed from factors.
+"""Norms of a weight along one axis, dense or composed from factors, and the DoRA gain over a composed one.
 
 weight_norm: |M| over all axes but ``axis`` -> (axis size,), float32 or better.
 norm_compose: |W + up down| per row or column from W, the factors and their Gram matrices, with no N x K temporary.
+decomposition_gain: magnitude / |W + alpha up down| per row or column.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.precision import accumulate_dtype
+from .examples import Draw, Sizes, example, floor
 from .registry import primitive
 
 _CHUNK_BYTES = 8 << 20
@@ -101,3 +103,75 @@ def norm_compose(weight: Tensor, up: Tensor, down: Tensor, axis: int) -> Tensor:
     gram = far @ far.t()
     squares = _squares(weight, axis, work) + 2 * (cross * near).sum(1) + ((near @ gram) * near).sum(1)
     return _root(squares)
+
+
+@primitive("magnitude / |W + alpha up down| per row or column")
+def decomposition_gain(weight: Tensor, up: Tensor, down: Tensor, alpha: float, magnitude: Tensor, axis: int) -> Tensor:
+    """weight (N, K), up (N, r), down (r, K), magnitude of N (axis 0) or K (axis 1) elements in any shape -> gain."""
+    work = accumulate_dtype(weight, up, down, magnitude)
+    norm = norm_compose(weight, up.to(work) if alpha == 1 else up.to(work) * alpha, down, axis)
+    return magnitude.to(work).reshape(-1) / norm
+
+
+# -- examples ---------------------------------------------------------------------------------------------------------
+
+
+def _composed(sizes: Sizes, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
+    up, down = draw.factor(sizes.out, sizes.rank), draw.factor(sizes.rank, sizes.inner, scale=sizes.inner**-0.5)
+    return draw.weight(sizes.out, sizes.inner), up, down
+
+
+@example("decomposition_gain", "rows")
+def _gain_rows(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return *_composed(sizes, draw), 0.7, draw.positive(sizes.out), 0
+
+
+@example("decomposition_gain", "columns")
+def _gain_columns(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return *_composed(sizes, draw), -1.3, draw.positive(1, sizes.inner), 1
+
+
+@example("decomposition_gain", "rows, no gradient through the norm")
+def _gain_detached(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    weight, up, down = _composed(sizes, draw)
+    return weight, up.detach(), down.detach(), 0.7, draw.factor(sizes.out, 1, scale=1.0), 0
+
+
+@example("norm_compose", "rows")
+def _compose_rows(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return *_composed(sizes, draw), 0
+
+
+@example("norm_compose", "columns")
+def _compose_columns(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return *_composed(sizes, draw), 1
+
+
+@example("weight_norm", "rows")
+def _norm_rows(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return draw.data(sizes.out, sizes.inner), 0
+
+
+@example("weight_norm", "columns")
+def _norm_columns(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return draw.data(sizes.out, sizes.inner), 1
+
+
+@example("weight_norm", "convolution, output channels")
+def _norm_conv_rows(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return draw.data(sizes.out, sizes.inner, 3, 3), 0
+
+
+@example("weight_norm", "convolution, input channels")
+def _norm_conv_columns(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    return draw.data(sizes.out, sizes.inner, 3, 2), 1
+
+
+def _passes(sizes: Sizes, width: int) -> tuple[float, float]:
+    """W in, forward and backward; factors and their gradients; the rank's products four times."""
+    moved = 2 * width * sizes.out * sizes.inner + 16 * sizes.rank * (sizes.out + sizes.inner)
+    return float(moved), float(8 * sizes.out * sizes.inner * sizes.rank)
+
+
+floor("decomposition_gain")(_passes)
+floor("norm_compose")(_passes)

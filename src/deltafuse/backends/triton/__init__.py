@@ -22,12 +22,16 @@ OPERATIONS = {
     "kron_merge": "kron_merge",
     "khatri_rao": "khatri_rao",
     "lowrank_merge": "lowrank_merge",
+    "conv_epilogue": "conv_epilogue",
     "tucker_fold": "tucker",
     "tucker_merge": "tucker",
     "glora_linear": "glora_linear",
     "scaled_linear": "scaled_linear",
     "channel_scale": "channel_scale",
     "scaled_add": "scaled_add",
+    "decomposition_gain": "norms",
+    "norm_compose": "norms",
+    "weight_norm": "norms",
 }
 """Primitive -> module of ``ops`` that implements it under the same name."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -31,7 +31,7 @@ class Fused:
     fake: the same with shapes alone. save(args, outputs) -> (tensors or None, plain values) that backward needs.
     saved_schema: backward's arguments in that order. backward(grad, *tensors, *values, needs) -> one gradient, or None,
     for each argument; ``needs`` says which are wanted. With several results backward takes a gradient, or None, of
-    each.
+    each. through: the argument, if any, whose gradient is the incoming one; backward is not asked for it.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Fused:
     backward: Callable[..., Tensors]
     backward_fake: Callable[..., Tensors]
     results: int = 1
+    through: int | None = None
 
 
 FUSED: dict[str, Fused] = {}
@@ -107,8 +108,10 @@ def _function(fused: Fused) -> Callable[..., Any]:
             if all(grad is None for grad in grads):
                 return (None,) * len(needs)
             saved = ctx.saved_tensors
+            asked = _without(needs, fused.through)
             with torch.no_grad():
-                found = fused.backward(*grads, *saved, *ctx.values, needs)
+                found = fused.backward(*grads, *saved, *ctx.values, asked)
+            found = _filled(found, asked, needs, grads[0])
             return _final(found, (*grads, *saved)) if torch.is_grad_enabled() else found
 
     Run.__name__ = Run.__qualname__ = fused.name
@@ -175,11 +178,23 @@ def _operators(fused: Fused) -> Callable[..., Tensors]:
         grads = grads[: fused.results]
         if all(grad is None for grad in grads):
             return (None,) * len(needs)
-        found = run_back(*grads, *ctx.saved_tensors, *ctx.values, needs)
-        return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
+        asked = list(_without(needs, fused.through))
+        found = run_back(*grads, *ctx.saved_tensors, *ctx.values, asked)
+        return _filled(found, asked, needs, grads[0])
 
     torch.library.register_autograd(f"deltafuse::{name}", backward, setup_context=setup, lib=LIBRARY)
     return (lambda *args: (run(*args),)) if single else run
+
+
+def _without(needs: Sequence[bool], through: int | None) -> Sequence[bool]:
+    return needs if through is None else [need and index != through for index, need in enumerate(needs)]
+
+
+def _filled(found: Sequence[Any], asked: Sequence[bool], needs: Sequence[bool], grad: Any) -> Tensors:
+    """What backward was asked for, and ``grad`` itself where it passes through."""
+    return tuple(
+        item if ask else grad if need else None for item, ask, need in zip(found, asked, needs, strict=True)
+    )
 
 
 def _whole(args: Sequence[Any], grads: Sequence[Any]) -> list[Tensor]:

@@ -47,18 +47,25 @@ def chunks_for(rows: int, tiles: int, block: int, device: torch.device) -> tuple
     return per_chunk, max(1, ceil_div(rows, per_chunk))
 
 
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+_counters: dict[tuple[int, int], Tensor] = {}
 
 
 def counter(device: torch.device, count: int) -> Tensor:
     """``count`` zeros of int32 that every launch leaves at zero; one buffer per device and stream.
 
-    Launches on one stream run one after the other, so they may share it.
+    Launches on one stream run one after the other, so they may share it. A captured graph gets its own, zeroed at each
+    replay: it may run on any stream later.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    held = _counters.get((device, stream))
+    if device.type != "cuda":
+        index, stream = -1, 0
+    elif torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    else:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)
+    held = _counters.get((index, stream))
     if held is None or held.numel() < count:
-        held = _counters[device, stream] = torch.zeros(max(4096, count), dtype=torch.int32, device=device)
+        held = _counters[index, stream] = torch.zeros(max(4096, count), dtype=torch.int32, device=device)
     return held
 
 
@@ -102,89 +109,120 @@ def launch(kernel: Any, grid: tuple[int, ...], warps: int, stages: int, *args: A
     Tensors come first in every kernel's signature; a :class:`Tile` stands for a descriptor.
     """
     count = _tensors.get(id(kernel)) or _count_tensors(kernel)
-    tensors, values = args[:count], args[count:]
-    first = tensors[0]
-    where = first.tensor if isinstance(first, Tile) else first
-    assert where is not None
-    if not where.is_cuda:
-        _plainly(kernel, grid, warps, stages, tensors, values)
-        return
-    device = where.get_device()
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _launch(kernel, grid, warps, stages, tensors, values, device)
-    else:
-        _launch(kernel, grid, warps, stages, tensors, values, device)
+    Ready(kernel, grid, warps, stages, args[count:])(*args[:count])
 
 
-def _launch(
-    kernel: Any, grid: tuple[int, ...], warps: int, stages: int, tensors: tuple[Any, ...], values: Any, device: int
-) -> None:
-    pointers: list[Any] = []
-    kinds: list[Any] = []
-    bits = 0
-    for item in tensors:
-        if item is None:
-            pointers.append(None)
-            kinds.append(None)
-        elif type(item) is Tile:
-            pointers.append(item)
-            kinds.append(item.tensor.dtype)
-            kinds.append(item.block)
+class Ready:
+    """A launch whose every argument but the tensors is settled. Whoever keeps one answers for the tensors' dtypes: they
+    must stay what they were at its first call."""
+
+    __slots__ = ("grid", "kernel", "stages", "start", "values", "warps")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], warps: int, stages: int, values: tuple[Any, ...]) -> None:
+        self.kernel, self.grid, self.warps, self.stages, self.values = kernel, grid, warps, stages, values
+        self.start: Any = None
+
+    def __call__(self, *tensors: Any) -> None:
+        first = tensors[0]
+        where = first.tensor if type(first) is Tile else first
+        if not where.is_cuda:
+            _plainly(self, tensors)
+            return
+        device = where.get_device()
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                self._launch(tensors, device)
         else:
-            pointer = item.data_ptr()
-            bits |= pointer
-            pointers.append(pointer)
-            kinds.append(item.dtype)
-    aligned: Any = True
-    if bits & 15:
-        aligned = tuple(isinstance(item, int) and item & 15 == 0 for item in pointers)
-    key = (id(kernel), grid, warps, stages, device, tuple(kinds), aligned, values)
-    bound = _bound.get(key)
-    if bound is None:
-        if len(_bound) >= _MAX_BOUND:
-            _bound.clear()
-        _bound[key] = _bind(_plainly(kernel, grid, warps, stages, tensors, values), grid)
-    elif bound is _UNBOUND:
-        _plainly(kernel, grid, warps, stages, tensors, values)
-    else:
-        bound(torch._C._cuda_getCurrentRawStream(device), pointers, values)
+            self._launch(tensors, device)
+
+    def _launch(self, tensors: tuple[Any, ...], device: int) -> None:
+        pointers: list[Any] = []
+        bits = 0
+        for item in tensors:
+            if item is None or type(item) is Tile:
+                pointers.append(item)
+            else:
+                pointer = item.data_ptr()
+                bits |= pointer
+                pointers.append(pointer)
+        start = self.start
+        if start is None or bits & 15:
+            start = self._find(tensors, pointers, device)
+            if start is None:
+                return
+            if not bits & 15:
+                self.start = start
+        start(self.grid, torch._C._cuda_getCurrentRawStream(device), pointers, self.values)
+
+    def _find(self, tensors: tuple[Any, ...], pointers: list[Any], device: int) -> Any:
+        """What starts the compiled kernel; None where Triton has just started it itself."""
+        kinds = tuple(_kind(item, pointer) for item, pointer in zip(tensors, pointers, strict=True))
+        key = (id(self.kernel), self.warps, self.stages, device, kinds, _specialized(self.kernel, self.values))
+        bound = _bound.get(key)
+        if bound is None:
+            if len(_bound) >= _MAX_BOUND:
+                _bound.clear()
+            _bound[key] = _bind(_plainly(self, tensors))
+            return None
+        if bound is _UNBOUND:
+            _plainly(self, tensors)
+            return None
+        return bound
 
 
-def _plainly(kernel: Any, grid: Any, warps: int, stages: int, tensors: tuple[Any, ...], values: Any) -> Any:
-    args = [item.descriptor() if isinstance(item, Tile) else item for item in tensors]
-    return kernel[grid](*args, *values, num_warps=warps, num_stages=stages)
+def _kind(item: Any, pointer: Any) -> Any:
+    if item is None:
+        return None
+    if type(item) is Tile:
+        return item.tensor.dtype, item.block
+    return item.dtype, pointer & 15 == 0
+
+
+def _specialized(kernel: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What of the other arguments decides the compiled code: constants by value, integers by 1, a multiple of 16 and
+    their width."""
+    found: list[Any] = []
+    for param, value in zip(kernel.params[-len(values) :], values, strict=True):
+        if param.is_constexpr or value is None or isinstance(value, (bool, str)):
+            found.append(value)
+        elif isinstance(value, int):
+            wide = not -(1 << 31) <= value < 1 << 31
+            found.append(wide if param.do_not_specialize else (wide, value == 1, value % 16 == 0))
+        else:
+            found.append(type(value))
+    return tuple(found)
+
+
+def _plainly(ready: Ready, tensors: tuple[Any, ...]) -> Any:
+    """Triton's own launch."""
+    args = [item.descriptor() if type(item) is Tile else item for item in tensors]
+    return ready.kernel[ready.grid](*args, *ready.values, num_warps=ready.warps, num_stages=ready.stages)
 
 
 _UNBOUND = object()
 
 
-def _bind(compiled: Any, grid: tuple[int, ...]) -> Any:
-    """A callable (stream, pointers, values) over the C launcher of ``compiled``, or _UNBOUND."""
+def _bind(compiled: Any) -> Any:
+    """A callable (grid, stream, pointers, values) over the C launcher of ``compiled``, or _UNBOUND."""
     try:
         launcher = compiled.run
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             return _UNBOUND
         start, metas = launcher.launch, []
         if getattr(start, "__closure__", None):
-            cells = dict(
-                zip(start.__code__.co_freevars, (cell.cell_contents for cell in start.__closure__), strict=True)
-            )
+            held = (cell.cell_contents for cell in start.__closure__)
+            cells = dict(zip(start.__code__.co_freevars, held, strict=True))
             start, metas = cells["launcher"], cells["tensordesc_meta"]
-        x, y, z = (*grid, 1, 1)[:3]
         head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
         tail = (compiled.packed_metadata, None, None, None)
     except (AttributeError, KeyError, TypeError):
         return _UNBOUND
 
-    if not metas:
+    def run(grid: tuple[int, ...], stream: int, pointers: list[Any], values: Any) -> None:
+        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        start(x, y, z, stream, *head, *tail, *pointers, *values)
 
-        def run(stream: int, pointers: list[Any], values: Any) -> None:
-            start(x, y, z, stream, *head, *tail, *pointers, *values)
-
-        return run
-
-    def run_described(stream: int, pointers: list[Any], values: Any) -> None:
+    def run_described(grid: tuple[int, ...], stream: int, pointers: list[Any], values: Any) -> None:
         args: list[Any] = []
         described = 0
         for item in pointers:
@@ -193,9 +231,9 @@ def _bind(compiled: Any, grid: tuple[int, ...]) -> Any:
                 described += 1
             else:
                 args.append(item)
-        start(x, y, z, stream, *head, *tail, *args, *values)
+        run(grid, stream, args, values)
 
-    return run_described
+    return run_described if metas else run
 
 
 def _expanded(tile: Tile, meta: Any) -> list[Any]:
@@ -210,3 +248,29 @@ def _expanded(tile: Tile, meta: Any) -> list[Any]:
             _maps.clear()
         found = _maps[key] = make_tensordesc_arg(tile.descriptor(), meta)
     return found
+
+
+# -- settled launches, kept per shape ---------------------------------------------------------------------------------
+
+_memos: list[dict[Any, Any]] = []
+
+
+def memo() -> dict[Any, Any]:
+    """A dictionary for launches settled once per key; all are emptied by :func:`forget`."""
+    made: dict[Any, Any] = {}
+    _memos.append(made)
+    return made
+
+
+def keep(made: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Put ``value`` under ``key``, emptying a memo that row counts without end have filled."""
+    if len(made) >= _MAX_BOUND:
+        made.clear()
+    made[key] = value
+    return value
+
+
+def forget() -> None:
+    """Settle every launch anew: configurations have changed."""
+    for made in _memos:
+        made.clear()

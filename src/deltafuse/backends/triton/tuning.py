@@ -28,6 +28,7 @@ from torch import Tensor
 from ...core import policy
 from ...core.messages import logger, say_once
 from ...core.timing import device_seconds
+from .launch import forget as settle_anew
 from .store import Entry, Store, card_key
 
 Key = tuple[Any, ...]
@@ -164,6 +165,7 @@ def forget() -> None:
     """Forget every remembered choice and opened file: the next launch looks anew."""
     for item in _tunables.values():
         item.known.clear()
+    settle_anew()
     user_store.cache_clear()
     shipped_table.cache_clear()
 

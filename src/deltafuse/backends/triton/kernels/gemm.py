@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Tile, ceil_div, launch, pad_rank, processors
+from ..launch import Ready, Tile, ceil_div, keep, memo, pad_rank, processors
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -389,38 +389,77 @@ def _halves(config: Config) -> int:
     return 2 if config.subtile else 1
 
 
-def _launch_tma(
-    operands: tuple[Tensor, Tensor, Tensor], vectors: Vectors, numbers: tuple[Any, ...], rank_strides: tuple[int, ...],
+@dataclass(frozen=True)
+class _Settled:
+    """One product's launch, and the blocks its descriptors have where it uses any (y's only where y takes one)."""
+
+    start: Ready
+    blocks: tuple[tuple[int, int], tuple[int, int], tuple[int, int] | None] | None
+
+
+def _settle_tma(
+    operands: tuple[Tensor, Tensor, Tensor], numbers: tuple[Any, ...], rank_strides: tuple[int, ...],
     transposed_b: bool, config: Config, sms: int, flags: tuple[Any, ...], chunk: int, early: bool,
-) -> None:  # fmt: skip
-    a, b, y = operands
+) -> _Settled:  # fmt: skip
+    _, _, y = operands
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     stored = _takes_tma(y)
     tiles = ceil_div(y.shape[0], block_m) * ceil_div(y.shape[1], block_n)
-    launch(
+    start = Ready(
         gemm_epilogue_tma_kernel, (min(tiles, sms * config.per_sm),), config.warps, config.stages,
-        Tile(a, (block_m, block_k)),
-        Tile(b, (block_n, block_k) if transposed_b else (block_k, block_n)),
-        Tile(y, (block_m, block_n // (2 if config.subtile else 1))) if stored else y,
-        *vectors,
-        *numbers, *y.stride(), *rank_strides,
-        transposed_b, *flags, chunk, early, block_m, block_n, block_k, config.group_m,
-        config.subtile, stored, config.flatten,
+        (*numbers, *y.stride(), *rank_strides, transposed_b, *flags, chunk, early,
+         block_m, block_n, block_k, config.group_m, config.subtile, stored, config.flatten),
     )  # fmt: skip
+    of_b = (block_n, block_k) if transposed_b else (block_k, block_n)
+    of_y = (block_m, block_n // (2 if config.subtile else 1)) if stored else None
+    return _Settled(start, ((block_m, block_k), of_b, of_y))
 
 
-def _launch_pointer(
-    operands: tuple[Tensor, Tensor, Tensor], vectors: Vectors, numbers: tuple[Any, ...], rank_strides: tuple[int, ...],
+def _settle_pointer(
+    operands: tuple[Tensor, Tensor, Tensor], numbers: tuple[Any, ...], rank_strides: tuple[int, ...],
     transposed_b: bool, config: Config, flags: tuple[Any, ...], precision: str, chunk: int,
-) -> None:  # fmt: skip
+) -> _Settled:  # fmt: skip
     a, b, y = operands
     tiles = ceil_div(y.shape[0], config.block_m) * ceil_div(y.shape[1], config.block_n)
-    launch(
+    start = Ready(
         gemm_epilogue_kernel, (tiles,), config.warps, config.stages,
-        a, b, y, *vectors, *numbers, *a.stride(), *_strides(b, swapped=not transposed_b), *y.stride(), *rank_strides,
-        *flags[:4], precision, flags[4], chunk, a.shape[1] % config.block_k == 0,
-        config.block_m, config.block_n, config.block_k, config.group_m,
+        (*numbers, *a.stride(), *_strides(b, swapped=not transposed_b), *y.stride(), *rank_strides,
+         *flags[:4], precision, flags[4], chunk, a.shape[1] % config.block_k == 0,
+         config.block_m, config.block_n, config.block_k, config.group_m),
     )  # fmt: skip
+    return _Settled(start, None)
+
+
+def _settle(
+    operands: tuple[Tensor, Tensor, Tensor], vectors: Vectors, h: Tensor | None, up: Tensor | None, scale: float,
+    transposed_b: bool, config: Config | None,
+) -> _Settled:  # fmt: skip
+    """Configuration and every argument but the tensors."""
+    a, b, y = operands
+    (M, K), N = a.shape, y.shape[1]
+    if b.shape != ((N, K) if transposed_b else (K, N)) or b.dtype != a.dtype:
+        raise ValueError(f"a {tuple(a.shape)} of {a.dtype} and b {tuple(b.shape)} of {b.dtype} do not multiply")
+    r = 0 if h is None else h.shape[1]
+    capability, sms = _device(a.device)
+    tma = _has_tma(capability) and _takes_tma(a) and _takes_tma(b)
+    if config is None or (config.tma and not tma):
+        config = default_config(M, N, K, a.dtype, capability, tma, sms)
+    base = "tf32" if a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    chunk, early = _rank_blocks(config, r, 0 if h is None else h.dtype.itemsize)
+    bias, gain, up_gain = vectors
+    flags = (bias is not None, gain is not None, h is not None, up_gain is not None, _rank_precision(a, h, base))
+    numbers = (M, N, K, r, scale)
+    rank_strides = (*_strides(h), *_strides(up, swapped=not transposed_b))
+    if config.tma:
+        return _settle_tma(operands, numbers, rank_strides, transposed_b, config, sms, flags, chunk, early)
+    return _settle_pointer(operands, numbers, rank_strides, transposed_b, config, flags, base, chunk)
+
+
+def _layout(t: Tensor | None) -> Any:
+    return None if t is None else (t.dtype, t.shape, t.stride())
+
+
+_settled = memo()
 
 
 def gemm(
@@ -441,29 +480,28 @@ def gemm(
 
     A ``config`` of the TMA kernel gives way to a default of the pointer kernel where a's or b's strides rule TMA out.
     """
-    M, K = a.shape
-    N = b.shape[0 if transposed_b else 1]
-    if b.shape != ((N, K) if transposed_b else (K, N)) or b.dtype != a.dtype:
-        raise ValueError(f"a {tuple(a.shape)} of {a.dtype} and b {tuple(b.shape)} of {b.dtype} do not multiply")
-    y = torch.empty((M, N), dtype=a.dtype, device=a.device) if out is None else out
+    y = a.new_empty((a.shape[0], b.shape[0 if transposed_b else 1])) if out is None else out
     if y.numel() == 0:
         return y
     if h is None or up is None or h.shape[1] == 0:
         h = up = up_gain = None
-    r = 0 if h is None else h.shape[1]
-    capability, sms = _device(a.device)
-    tma = _has_tma(capability) and _takes_tma(a) and _takes_tma(b)
-    if config is None or (config.tma and not tma):
-        config = default_config(M, N, K, a.dtype, capability, tma, sms)
-
-    base = "tf32" if a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    chunk, early = _rank_blocks(config, r, 0 if h is None else h.dtype.itemsize)
-    flags = (bias is not None, gain is not None, h is not None, up_gain is not None, _rank_precision(a, h, base))
-    vectors = tuple(None if item is None else item.contiguous() for item in (bias, gain, up_gain))
-    numbers = (M, N, K, r, float(scale))
-    rank_strides = (*_strides(h), *_strides(up, swapped=not transposed_b))
-    if config.tma:
-        _launch_tma((a, b, y), (*vectors, h, up), numbers, rank_strides, transposed_b, config, sms, flags, chunk, early)
+    aligned = (a.data_ptr() | b.data_ptr() | y.data_ptr()) & 15 == 0
+    key = (
+        a.device, _layout(a), _layout(b), transposed_b, None if out is None else out.stride(), _layout(h), _layout(up),
+        _layout(bias), _layout(gain), _layout(up_gain), scale, config, aligned,
+        a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+    )  # fmt: skip
+    found = _settled.get(key)
+    if found is None:
+        found = keep(
+            _settled, key, _settle((a, b, y), (bias, gain, up_gain), h, up, float(scale), transposed_b, config)
+        )
+    vectors = tuple(
+        item if item is None or item.is_contiguous() else item.contiguous() for item in (bias, gain, up_gain)
+    )
+    if found.blocks is None:
+        found.start(a, b, y, *vectors, h, up)
     else:
-        _launch_pointer((a, b, y), (*vectors, h, up), numbers, rank_strides, transposed_b, config, flags, base, chunk)
+        of_a, of_b, of_y = found.blocks
+        found.start(Tile(a, of_a), Tile(b, of_b), y if of_y is None else Tile(y, of_y), *vectors, h, up)
     return y

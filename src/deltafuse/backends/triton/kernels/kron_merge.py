@@ -142,7 +142,7 @@ def backward(
         counter(grad.device, tiles + chunks),
         outer, inner, k, n, scale, col_tiles, tiles, per_chunk, chunks,
         *grad.stride(), *w1.stride(), *w2.stride(),
-        want_w1, want_w2, several, block_r, block_c, 64,
+        want_w1, want_w2, several, block_r, block_c, 16,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return dw1, dw2

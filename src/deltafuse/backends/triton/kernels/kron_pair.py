@@ -19,6 +19,7 @@ Precision: products in the rank dtype (bfloat16 beside bfloat16, else float32), 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -153,9 +154,16 @@ def _pad(side: int) -> int:
     return max(16, 1 << (side - 1).bit_length())
 
 
-def fits(sides: tuple[int, ...], dtype: torch.dtype) -> bool:
+def fits(sides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether factors of these sides stay on chip."""
-    return max(sides) <= (MAX_SIDE if dtype == torch.bfloat16 else MAX_WIDE_SIDE)
+    return max(sides) <= (_most(device) if dtype == torch.bfloat16 else MAX_WIDE_SIDE)
+
+
+@lru_cache(maxsize=16)
+def _most(device: torch.device) -> int:
+    """Before Hopper, products take their operands through registers, which leaves room for half the side."""
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return MAX_SIDE if hopper else MAX_SIDE // 2
 
 
 def _warps(sides: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -198,7 +206,7 @@ def backward(
     padded = _pad(inner), _pad(outer), _pad(n), _pad(k)
     warps = _warps(padded, x.dtype)
     kinds = 2 if want_w1 else 1
-    programs = max(1, min(rows, processors(x.device) * 8 // (warps * kinds)))
+    programs = max(1, min(rows, processors(x.device) * (12 if warps == 4 else 8) // (warps * kinds)))
     group = math.isqrt(programs)
     slots = kinds * (programs + ceil_div(programs, group))
     kron_pair_backward_kernel[(programs * kinds,)](

@@ -31,7 +31,7 @@ ONE, PRODUCT, SUM = 0, 1, 2
 
 
 @triton.jit
-def _tile(
+def product_tile(
     b_ptr, a_ptr, n, k, n_ok, k_ok, r, b_rows, b_cols, a_rows, a_cols,
     WORK: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -63,11 +63,11 @@ def merge_kernel(
     k_ok = k < K - k0
     b1_ptr += n0 * b1_rows
     a1_ptr += k0 * a1_cols
-    out = _tile(b1_ptr, a1_ptr, n, k, n_ok, k_ok, r1, b1_rows, b1_cols, a1_rows, a1_cols, WORK, PRECISION, R, BN, BK)
+    out = product_tile(b1_ptr, a1_ptr, n, k, n_ok, k_ok, r1, b1_rows, b1_cols, a1_rows, a1_cols, WORK, PRECISION, R, BN, BK)
     if MODE != 0:
         b2_ptr += n0 * b2_rows
         a2_ptr += k0 * a2_cols
-        other = _tile(
+        other = product_tile(
             b2_ptr, a2_ptr, n, k, n_ok, k_ok, r2, b2_rows, b2_cols, a2_rows, a2_cols, WORK, PRECISION, R, BN, BK
         )
         out = out * other if MODE == 1 else out + other
@@ -127,13 +127,13 @@ def _side(
                 if WHOLE:
                     other = tl.dot(left2.T, fixed2, input_precision=PRECISION)
                 else:
-                    other = _tile(left2_ptr, fixed2_ptr, s, c, s_ok, c_ok, r2, left2_s, left2_r, fixed2_r, fixed2_c,
+                    other = product_tile(left2_ptr, fixed2_ptr, s, c, s_ok, c_ok, r2, left2_s, left2_r, fixed2_r, fixed2_c,
                                   WORK, PRECISION, R, BS, BC)  # fmt: skip
                 acc1 = tl.dot(left1, (grad * other).to(WORK), acc1, input_precision=PRECISION)
                 if WHOLE:
                     other = tl.dot(left1.T, fixed1, input_precision=PRECISION)
                 else:
-                    other = _tile(left1_ptr, fixed1_ptr, s, c, s_ok, c_ok, r1, left1_s, left1_r, fixed1_r, fixed1_c,
+                    other = product_tile(left1_ptr, fixed1_ptr, s, c, s_ok, c_ok, r1, left1_s, left1_r, fixed1_r, fixed1_c,
                                   WORK, PRECISION, R, BS, BC)  # fmt: skip
                 acc2 = tl.dot(left2, (grad * other).to(WORK), acc2, input_precision=PRECISION)
             else:
@@ -246,6 +246,10 @@ def grad_config(mode: int, padded: int, wide: bool) -> Config:
     if mode == ONE:
         ranks = min(padded, 64 if wide else 128)
         return Config(64, 64, ranks, 4, 3) if ranks <= 64 and not wide else Config(32, 32, ranks, 4, 3)
+    if padded == 16:
+        return Config(64, 32, 16, 4, 2)
+    if mode == PRODUCT and wide and padded > 32:
+        return Config(32, 32, 16, 4, 2)
     return Config(32, 32, min(padded, 32 if wide else 64), 8, 2)
 
 

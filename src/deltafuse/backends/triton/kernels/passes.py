@@ -25,7 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, processors, rank_dtype
+from ..launch import (
+    Ready,
+    ceil_div,
+    chunks_for,
+    counter,
+    dot_precision,
+    keep,
+    memo,
+    pad_rank,
+    processors,
+    rank_dtype,
+)
 from ..tuning import Key, Tunable, stretched
 from .gain import gain_grad
 
@@ -247,11 +258,10 @@ _DOWN: dict[tuple[int, bool], tuple[Shape, ...]] = {
     (128, False): ((64, 64, 8, 3),),
 }
 _GRAD: dict[tuple[int, bool], tuple[Shape, ...]] = {
-    (16, True): ((64, 64, 4, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 4), (128, 32, 4, 4), (128, 32, 8, 4)),
+    (16, True): ((64, 64, 4, 3), (64, 64, 8, 4), (64, 128, 8, 3), (128, 64, 8, 4), (128, 32, 8, 4)),
     (64, True): ((64, 64, 8, 3), (64, 32, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3)),
     (128, True): ((32, 32, 8, 3), (64, 32, 8, 3), (32, 64, 8, 2)),
     (256, True): ((32, 32, 8, 3),),
-    (16, False): ((64, 64, 8, 4), (128, 32, 8, 4)),
     (128, False): ((32, 32, 8, 3),),
 }
 _FINISH: dict[tuple[int, bool], tuple[Shape, ...]] = {
@@ -304,28 +314,46 @@ FINISH = Tunable(
 )  # fmt: skip
 
 
+_downs = memo()
+
+
 def down(x: Tensor, a: Tensor, mask: Tensor | None, config: Config | None = None) -> Tensor:
     """h (M, r) in the rank dtype for x (M, K)."""
-    rows, inner = x.shape
-    rank = a.shape[0]
-    h = x.new_empty((rows, rank), dtype=rank_dtype(x.dtype))
-    if rows == 0:
+    key = (x.device, x.dtype, x.shape, x.stride(), a.dtype, a.shape, a.stride(), None if mask is None else mask.shape,
+           dot_precision(rank_dtype(x.dtype)))  # fmt: skip
+    ready = _downs.get(key) if config is None else None
+    if ready is None:
+        ready = _settle_down(x, a, mask, config)
+        if config is None:
+            keep(_downs, key, ready)
+    start, tiles, scratch, dtype = ready
+    h = x.new_empty((x.shape[0], a.shape[0]), dtype=dtype)
+    if tiles == 0:
         return h
+    if scratch:
+        start(x, a, mask, h, x.new_empty(scratch, dtype=torch.float32), counter(x.device, tiles))
+    else:
+        start(x, a, mask, h, None, None)
+    return h
+
+
+def _settle_down(x: Tensor, a: Tensor, mask: Tensor | None, config: Config | None) -> tuple[Any, int, int, torch.dtype]:
+    rows, inner = x.shape
+    rank, dtype = a.shape[0], rank_dtype(x.dtype)
+    if rows == 0:
+        return None, 0, 0, dtype
     padded = pad_rank(rank)
     key = (x.device, x.dtype, rows.bit_length(), inner, padded, x.stride(1) == 1)
     c = config or DOWN.config_for(key, down, (x, a, mask))
     tiles = ceil_div(rows, c.block_m)
     share, splits = _share(inner, c.block_c, tiles, c.split, x.device)
-    split = splits > 1
-    parts = x.new_empty(tiles * splits * c.block_m * padded, dtype=torch.float32) if split else None
-    launch(
+    start = Ready(
         lowrank_down_kernel, (tiles, splits), c.warps, c.stages,
-        x, a, mask, h, parts, counter(x.device, tiles) if split else None,
-        rows, rows if mask is None else rows // mask.shape[0], inner, rank, share, splits,
-        x.stride(0), x.stride(1), a.stride(0), a.stride(1),
-        mask is not None, split, dot_precision(h.dtype), padded, c.block_m, c.block_c,
+        (rows, rows if mask is None else rows // mask.shape[0], inner, rank, share, splits,
+         x.stride(0), x.stride(1), a.stride(0), a.stride(1),
+         mask is not None, splits > 1, dot_precision(dtype), padded, c.block_m, c.block_c),
     )  # fmt: skip
-    return h
+    return start, tiles, tiles * splits * c.block_m * padded if splits > 1 else 0, dtype
 
 
 @dataclass(frozen=True)
@@ -339,37 +367,57 @@ class Parts:
     tiles: int
 
 
+_grads = memo()
+
+
 def grad(
     dy: Tensor, y: Tensor | None, h: Tensor, b: Tensor, gain: Tensor | None, up_gain: Tensor | None,
     mask: Tensor | None, alpha: float, want_q: bool, want_b: bool, config: Config | None = None,
 ) -> Parts:  # fmt: skip
     """One pass over dY (M, N). With a gain one more, over dY and y, and the parts of dB are always made: the gains'
     gradients need them."""
-    rows, wide = dy.shape
-    rank = h.shape[1]
-    g = vectors = None
+    g = sums = None
     if gain is not None:
         assert y is not None
         want_b = True
-        g, vectors = gain_grad(dy, y, gain)
+        g, sums = gain_grad(dy, y, gain)
+    gained = None if up_gain is None else up_gain.dtype
+    key = (dy.device, dy.dtype, dy.shape, dy.stride(), b.dtype, b.shape, b.stride(), gained,
+           None if mask is None else mask.shape, alpha, want_q, want_b, dot_precision(h.dtype))  # fmt: skip
+    ready = _grads.get(key) if config is None else None
+    if ready is None:
+        ready = _settle_grad((dy, y, h, b, None, up_gain, mask, alpha, want_q, want_b), config)
+        if config is None:
+            keep(_grads, key, ready)
+    start, tiles, padded, scratch = ready
+    q = torch.empty_like(h)
+    up = dy.new_empty((tiles, padded, b.shape[0]), dtype=torch.float32) if want_b else None
+    if scratch:
+        parts = dy.new_empty(scratch, dtype=torch.float32)
+        start(dy, h, b, up_gain, mask, q, up, parts, counter(dy.device, tiles))
+    else:
+        start(dy, h, b, up_gain, mask, q, up, None, None)
+    return Parts(q, g, up, sums, tiles)
+
+
+def _settle_grad(args: tuple[Any, ...], config: Config | None) -> tuple[Ready, int, int, int]:
+    dy, _, h, b, _, up_gain, mask, alpha, want_q, want_b = args
+    rows, wide = dy.shape
+    rank = h.shape[1]
     padded = pad_rank(rank)
     key = (dy.device, dy.dtype, rows.bit_length(), wide, padded, want_q, want_b)
-    c = config or GRAD.config_for(key, grad, (dy, y, h, b, None, up_gain, mask, alpha, want_q, want_b))
+    c = config or GRAD.config_for(key, grad, args)
     tiles = max(1, ceil_div(rows, c.block_m))
     share, splits = _share(wide, c.block_c, tiles, c.split, dy.device)
     split = splits > 1 and want_q
-    q = dy.new_empty((rows, rank), dtype=h.dtype)
-    up = dy.new_empty((tiles, padded, wide), dtype=torch.float32) if want_b else None
-    parts = dy.new_empty(tiles * splits * c.block_m * padded, dtype=torch.float32) if split else None
-    launch(
+    start = Ready(
         lowrank_grad_kernel, (tiles, splits), c.warps, c.stages,
-        dy, h, b, up_gain, mask, q, up, parts, counter(dy.device, tiles) if split else None,
-        rows, rows if mask is None else max(1, rows // mask.shape[0]), alpha, wide, rank, share, splits,
-        dy.stride(0), dy.stride(1), b.stride(0), b.stride(1),
-        want_q, want_b, up_gain is not None, mask is not None, split,
-        dot_precision(h.dtype), padded, c.block_m, c.block_c,
+        (rows, rows if mask is None else max(1, rows // mask.shape[0]), alpha, wide, rank, share, splits,
+         dy.stride(0), dy.stride(1), b.stride(0), b.stride(1),
+         want_q, want_b, up_gain is not None, mask is not None, split,
+         dot_precision(h.dtype), padded, c.block_m, c.block_c),
     )  # fmt: skip
-    return Parts(q, g, up, vectors, tiles)
+    return start, tiles, padded, tiles * splits * c.block_m * padded if split else 0
 
 
 @dataclass(frozen=True)
@@ -382,33 +430,59 @@ class Grads:
     up_gain: Tensor | None
 
 
+_finishes = memo()
+
+
 def finish(
     parts: Parts, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, gain: Tensor | None, up_gain: Tensor | None,
     alpha: float, want_a: bool, config: Config | None = None,
 ) -> Grads:  # fmt: skip
     """One pass over x (M, K) and over the parts of :func:`grad`; gradients in their leaves' dtypes."""
+    want_b = parts.up is not None
+    sums = parts.vectors
+    vectors = None if gain is None or up_gain is None or sums is None else (gain.dtype, up_gain.dtype, sums.shape)
+    key = (
+        x.device, x.dtype, x.shape, x.stride(), a.dtype, a.shape, b.dtype, b.shape, b.stride(), alpha, want_a, want_b,
+        parts.tiles, None if bias is None else bias.dtype, vectors, dot_precision(parts.q.dtype),
+    )  # fmt: skip
+    ready = _finishes.get(key) if config is None else None
+    if ready is None:
+        ready = _settle_finish((parts, x, a, b, bias, gain, up_gain, alpha, want_a), config)
+        if config is None:
+            keep(_finishes, key, ready)
+    start, x_tiles, scratch = ready
+    if start is None:
+        return Grads(None, None, None, None)
+    da = a.new_empty(a.shape) if want_a else None
+    db = b.new_empty(b.shape) if want_b else None
+    dgain = None if gain is None else torch.empty_like(gain)
+    dup_gain = None if up_gain is None else torch.empty_like(up_gain)
+    space = x.new_empty(scratch, dtype=torch.float32) if scratch else None
+    start(
+        x, parts.q, b, bias, gain, up_gain, parts.up, sums, da, db, dgain, dup_gain, space,
+        counter(x.device, x_tiles) if scratch else None,
+    )  # fmt: skip
+    return Grads(da, db, dgain, dup_gain)
+
+
+def _settle_finish(args: tuple[Any, ...], config: Config | None) -> tuple[Ready | None, int, int]:
+    parts, x, _, b, bias, gain, _, alpha, want_a = args
     rows, inner = x.shape
     wide, rank = b.shape
     padded = pad_rank(rank)
     key = (x.device, x.dtype, rows.bit_length(), wide, inner, padded, want_a, parts.up is not None, gain is not None)
-    c = config or FINISH.config_for(key, finish, (parts, x, a, b, bias, gain, up_gain, alpha, want_a))
-    da = torch.empty_like(a, memory_format=torch.contiguous_format) if want_a else None
-    db = torch.empty_like(b, memory_format=torch.contiguous_format) if parts.up is not None else None
-    dgain = None if gain is None else torch.empty_like(gain)
-    dup_gain = None if up_gain is None else torch.empty_like(up_gain)
+    c = config or FINISH.config_for(key, finish, args)
     x_tiles = ceil_div(inner, c.block_c) if want_a else 0
-    n_tiles = ceil_div(wide, c.block_c) if db is not None else 0
+    n_tiles = ceil_div(wide, c.block_c) if parts.up is not None else 0
     if x_tiles + n_tiles == 0:
-        return Grads(None, None, None, None)
+        return None, 0, 0
     per_chunk, chunks = chunks_for(rows, max(1, x_tiles), c.block_m, x.device)
-    split = chunks > 1
-    scratch = x.new_empty(x_tiles * chunks * padded * c.block_c, dtype=torch.float32) if split else None
-    launch(
+    split = chunks > 1 and want_a
+    sum_tiles = 0 if parts.vectors is None else parts.vectors.shape[0]
+    start = Ready(
         lowrank_finish_kernel, (x_tiles * chunks + n_tiles,), c.warps, c.stages,
-        x, parts.q, b, bias, gain, up_gain, parts.up, parts.vectors, da, db, dgain, dup_gain, scratch,
-        counter(x.device, x_tiles) if split else None,
-        rows, parts.tiles, 0 if parts.vectors is None else parts.vectors.shape[0], x_tiles, per_chunk, chunks, alpha, wide, inner, rank,
-        x.stride(0), x.stride(1), b.stride(0), b.stride(1),
-        bias is not None, gain is not None, split, dot_precision(parts.q.dtype), padded, c.block_m, c.block_c,
+        (rows, parts.tiles, sum_tiles, x_tiles, per_chunk, chunks, alpha, wide, inner, rank,
+         x.stride(0), x.stride(1), b.stride(0), b.stride(1),
+         bias is not None, gain is not None, split, dot_precision(parts.q.dtype), padded, c.block_m, c.block_c),
     )  # fmt: skip
-    return Grads(da, db, dgain, dup_gain)
+    return start, x_tiles, x_tiles * chunks * padded * c.block_c if split else 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....core.precision import compute_dtype
-from ....primitives.glora import glora_linear as reference
+from ....primitives.two_sided import glora_linear as reference
 from ..binding import Fused, bind
 from ..kernels import glora as kernels
 from ..kernels import passes
@@ -78,7 +78,7 @@ def backward(
 
 
 def backward_fake(grad: Tensor, *rest: Any) -> tuple[Any, ...]:
-    x, weight, bias, a_up, a_down, b_up, b_down, *_, needs = rest
+    x, _, bias, a_up, a_down, b_up, b_down, *_, needs = rest
     leaves = (x, None, bias, a_up, a_down, b_up, b_down, None)
     return tuple(
         None if leaf is None or not need else leaf.new_empty(leaf.shape)

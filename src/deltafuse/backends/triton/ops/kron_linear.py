@@ -31,9 +31,7 @@ from ..kernels import kron_chain, kron_mix, kron_pair
 from ..launch import rank_dtype
 
 SCHEMA = "Tensor x, Tensor? weight, Tensor? bias, Tensor w1, Tensor w2, Tensor? w2_up, float alpha"
-SAVED = (
-    "Tensor x, Tensor? weight, Tensor? bias, Tensor w1, Tensor w2, Tensor? w2_up, Tensor h, Tensor g, float alpha"
-)
+SAVED = "Tensor x, Tensor? weight, Tensor? bias, Tensor w1, Tensor w2, Tensor? w2_up, Tensor h, Tensor g, float alpha"
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -53,7 +51,7 @@ def forward(
     if w2_up is not None:
         h, g, y = kron_chain.apply(flat, w2, w1, w2_up, bias, alpha, True, dtype)
         assert y is not None
-    elif kron_pair.fits((*w1.shape, *w2.shape), x.dtype):
+    elif kron_pair.fits((*w1.shape, *w2.shape), x.dtype, x.device):
         y = kron_pair.apply(flat, w1, w2, bias, alpha, dtype)
     else:
         y, _ = kron_mix.mix(_second(flat, w1, w2), w1, bias, alpha, dtype)
@@ -101,7 +99,7 @@ def backward(
     wants = needs[0], needs[3], needs[4]
     if w2_up is not None:
         dx, dw1, dw2, dup = _chain_backward(dy, flat, w1, w2, w2_up, h, g, alpha, (*wants, needs[5]))
-    elif kron_pair.fits((*w1.shape, *w2.shape), x.dtype):
+    elif kron_pair.fits((*w1.shape, *w2.shape), x.dtype, x.device):
         dx, dw1, dw2, dup = *_pair_backward(dy, flat, w1, w2, alpha, wants), None
     else:
         dx, dw1, dw2, dup = *_mix_backward(dy, flat, w1, w2, alpha, wants), None

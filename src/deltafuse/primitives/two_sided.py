@@ -1,4 +1,4 @@
-"""GLoRA's linear layer as one primitive: y = W (x + alpha A1 A2 x) + alpha B1 B2 x + bias.
+"""A linear layer with a low-rank path before it and one beside it: y = W (x + alpha A1 A2 x) + alpha B1 B2 x + bias.
 
 x (..., K), W (N, K), bias (N,), A1 (K, r1), A2 (r1, K), B1 (N, r2), B2 (r2, K).
 """

@@ -1,0 +1,178 @@
+"""What the Triton backend promises whoever calls it: reasons, dtypes, other ways out, and the same bits every time."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+import deltafuse
+from deltafuse.algorithms import get_algorithm
+from deltafuse.backends import triton as backend
+from deltafuse.backends.registry import select
+from deltafuse.backends.triton import OPERATIONS, binding
+from deltafuse.backends.triton.launch import MAX_KERNEL_RANK
+from deltafuse.core.errors import BackendError
+from deltafuse.core.geometry import LayerOp
+from deltafuse.core.policy import BACKEND_VARIABLES
+from deltafuse.core.problem import Problem
+from deltafuse.primitives import get_primitive
+from deltafuse.primitives.examples import Draw, Example, Sizes, leaves, outputs_of, relative_error, run, tensors
+
+from .support import (
+    DEVICE,
+    TINY,
+    arguments,
+    assert_close,
+    assert_equal,
+    covering,
+    every_example,
+    implementation,
+    needs_kernels,
+)
+
+pytestmark = needs_kernels
+HALF = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
+"""The interpreter multiplies bfloat16 wrongly."""
+
+
+@pytest.fixture(autouse=True)
+def _no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*BACKEND_VARIABLES, "DELTAFUSE_STRICT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def problem(dtype: torch.dtype = torch.float32) -> Problem:
+    return Problem(LayerOp(16, 24), 3, dtype, DEVICE, True)
+
+
+def adapted(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A linear layer with a LoRA that does something."""
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 16, device=DEVICE, dtype=dtype).requires_grad_(False)
+    adapter = get_algorithm("locon").module_class("layer", layer, 0.7, lora_dim=4, alpha=2.0, bypass_mode=True)
+    adapter.to(DEVICE, dtype if dtype == torch.float64 else None)
+    with torch.no_grad():
+        for item in adapter.parameters():
+            item.normal_(std=0.2)
+    adapter.apply_to()
+    return nn.Sequential(layer), adapter
+
+
+def x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+
+
+# -- who runs
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_float64_is_refused_by_name(name: str) -> None:
+    with pytest.raises(BackendError, match=rf"'triton' cannot run {name}.*float64"):
+        select((name,), problem(torch.float64), "triton")
+
+
+def test_an_adapter_refuses_float64_by_name() -> None:
+    with deltafuse.use_backend("triton"), pytest.raises(BackendError, match="float64"):
+        adapted(torch.float64)[0](x(torch.float64))
+
+
+def test_a_layer_asked_by_name_runs_fused() -> None:
+    model, _ = adapted()
+    with deltafuse.use_backend("torch"):
+        wanted = model(x())
+    with deltafuse.use_backend("triton"), binding.recorded() as calls:
+        found = model(x())
+    assert [name for name, _ in calls] == ["lowrank_linear"]
+    assert_close([found], [wanted])
+
+
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        backend.importlib.util, "find_spec", lambda name, *more: None if name == "triton" else found(name, *more)
+    )
+    backend._installed.cache_clear()
+    yield
+    backend._installed.cache_clear()
+
+
+def test_without_triton_there_is_a_reason_and_torch_runs(without_triton: None) -> None:
+    assert "not installed" in deltafuse.available_backends(DEVICE)["triton"].reason
+    model, adapter = adapted()
+    with binding.recorded() as calls:
+        found = model(x())
+    assert not calls
+    with deltafuse.use_backend("torch"):
+        assert_close([found], [model(x())])
+    assert "triton" not in adapter.nominal_plan().backend
+    with deltafuse.use_backend("triton"), pytest.raises(BackendError, match="not installed"):
+        model(x())
+
+
+@pytest.mark.parametrize("variable", BACKEND_VARIABLES)
+def test_a_variable_pins_torch(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = adapted()
+    monkeypatch.setenv(variable, "torch")
+    with binding.recorded() as calls:
+        model(x())
+    assert not calls
+    monkeypatch.setenv(variable, "triton")
+    with binding.recorded() as calls:
+        model(x())
+    assert calls
+
+
+@pytest.mark.parametrize("case", every_example())
+def test_ranks_beyond_the_kernels_are_right(case: Example) -> None:
+    """Whether they run the reference or products, the numbers and dtypes are the reference's."""
+    sizes = Sizes(lead=(1, 3), inner=16, out=16, rank=MAX_KERNEL_RANK + 1, factor=4)
+    args = arguments(case, sizes)
+    if [item.shape for item in tensors(args)] == [item.shape for item in tensors(arguments(case, TINY))]:
+        pytest.skip("no rank")
+    reference = run(get_primitive(case.primitive).reference, args)
+    assert_close(run(implementation(case.primitive), args), reference, 4e-6)
+
+
+# -- dtypes
+
+
+@pytest.mark.parametrize("factors", [torch.float16, torch.bfloat16, torch.float32], ids=lambda item: str(item)[6:])
+@pytest.mark.parametrize("layer", [torch.float32, HALF], ids=lambda item: str(item)[6:])
+@pytest.mark.parametrize("case", every_example())
+def test_gradients_come_in_their_leaves_dtypes(case: Example, layer: torch.dtype, factors: torch.dtype) -> None:
+    args = case.build(TINY, Draw(layer, DEVICE, factors=factors, seed=3))
+    reference = outputs_of(get_primitive(case.primitive).reference(*args))
+    found = run(implementation(case.primitive), args)
+    assert [item.dtype for item in found] == [item.dtype for item in (*reference, *leaves(args))]
+    assert all(item.isfinite().all() for item in found)
+
+
+@pytest.mark.parametrize("case", every_example())
+def test_autocast_gives_the_references_dtype(case: Example) -> None:
+    """float32 tensors under autocast, as in mixed-precision training."""
+    args = arguments(case)
+    with torch.autocast(DEVICE.type, HALF):
+        wanted = run(get_primitive(case.primitive).reference, args)
+        found = run(implementation(case.primitive), args)
+    assert [item.dtype for item in found] == [item.dtype for item in wanted]
+    for index, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert relative_error(mine, theirs) < (1e-2 if torch.bfloat16 == HALF else 2e-3), f"tensor {index}"
+
+
+# -- determinism
+
+
+@pytest.mark.parametrize("case", [pytest.param(covering(name)[0], id=name) for name in OPERATIONS])
+def test_five_runs_have_the_same_bits(case: Example) -> None:
+    args: tuple[Any, ...] = arguments(case)
+    first = run(implementation(case.primitive), args)
+    for _ in range(4):
+        assert_equal(run(implementation(case.primitive), args), first)
