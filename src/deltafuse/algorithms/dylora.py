@@ -20,6 +20,11 @@ from .common import Ranked, check_rank, decompose_options, kaiming
 from .registry import register_algorithm
 
 
+def _capturing(item: Tensor) -> bool:
+    """Whether a CUDA graph is being captured, which would freeze what the host draws."""
+    return item.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @register_algorithm(detect_order=95)
 class DyLoraModule(Ranked):
     """``block_size`` ranks are trained together; it must divide ``lora_dim``."""
@@ -30,6 +35,11 @@ class DyLoraModule(Ranked):
     weight_list_det = ["dylora_up.weight"]
     options = frozenset({"block_size", "use_scalar", "weight_decompose", "wd_on_out", "detach_norm", "rs_lora"})
     rank_axis = True
+    draw_on_device = False
+    """Draw blocks on the layer's device, as compiled and captured graphs do, also where a graph would not need it.
+
+    Otherwise the block comes from PyTorch's generator of the CPU and only its ranks are computed.
+    """
 
     def __init__(
         self,
@@ -107,9 +117,24 @@ class DyLoraModule(Ranked):
         if not (masks and self.training):
             return super().delta(masks)
         dropped, row_mask = self._draw_masks()
+        if not (self.draw_on_device or torch.compiler.is_compiling() or _capturing(self.up_list[0])):
+            return self.decomposed(self._drawn(dropped, row_mask))
         up, down, used = self._sample(*self._whole())
         rank_mask = used if dropped is None else used * dropped
         return self.decomposed(LowRank(down, up, self.scale, None, self.learned_scalar, rank_mask, row_mask))
+
+    def _drawn(self, dropped: Tensor | None, row_mask: Tensor | None) -> LowRank:
+        """A block drawn on the host: only the ranks in use are computed, and only its two tensors get gradients."""
+        block = int(torch.randint(0, self.block_count, ()))
+        ups, downs = list(self.up_list.parameters()), list(self.down_list.parameters())
+        up, down = ups[block], downs[block]
+        if block:
+            up = torch.cat([*(item.detach() for item in ups[:block]), up], 1)
+            down = torch.cat([*(item.detach() for item in downs[:block]), down])
+        share = self.block_count / (block + 1)
+        scale = self.scale * (share**0.5 if self.rs_lora else share)
+        rank_mask = None if dropped is None else dropped[: (block + 1) * self.block_size]
+        return LowRank(down, up, scale, None, self.learned_scalar, rank_mask, row_mask)
 
     def _sample(self, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A random block on the device: gradients only through it, later ranks masked, scaled by the ranks in use."""

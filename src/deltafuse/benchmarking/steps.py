@@ -150,6 +150,9 @@ class Runner:
 def compare_with_eager(runner: Runner, arm: Arm, shape: Shape, device: str) -> None:
     """One step of a compiled arm and of its eager twin from one seed: a gradient that compiling lost is an error."""
     twin = Runner(replace(arm, compiled=False), shape, device)
+    for module in twin.model.modules() if twin.adapter is None else twin.adapter.modules():
+        if hasattr(module, "draw_on_device"):  # a compiled graph draws there; from one seed the twin must too
+            module.draw_on_device = True
     for one in (runner, twin):
         torch.manual_seed(1)
         one.step()

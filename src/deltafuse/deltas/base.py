@@ -83,8 +83,9 @@ class Delta(ABC):
     def dense(self, weight: Tensor | None, op: LayerOp, strength: Scalar) -> Tensor:
         """W' - W, shape ``op.weight_shape``, float32 or better, never formed by subtracting two weights."""
 
-    def narrow(self) -> Any:
-        """The same delta as a LowRank of a linear layer, or None where it has no such form."""
+    def narrow(self, kernels: Kernels | None = None, dtype: torch.dtype | None = None) -> Any:
+        """The same delta as a LowRank of a linear layer, or None where it has no such form; factors that have to be
+        formed are formed by ``kernels`` in ``dtype``."""
         return None
 
     def dense_bias(self, strength: Scalar) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.cost import Cost
 from ..core.geometry import LayerOp
+from ..core.precision import branch_dtype, compute_dtype
 from ..core.verdict import Verdict
 from ..primitives import Kernels, kernel_table
 from .base import Call, Delta, Scalar, acc, times
@@ -128,7 +129,7 @@ class Decomposed(Delta):
         """The inner delta as two factors of a linear layer, where nothing acts between them and the gain."""
         if call.op.is_conv or call.dropout or self.inner.row_mask is not None:
             return None
-        return self.inner.narrow()
+        return self.inner.narrow(call.kernels, branch_dtype(compute_dtype(call.x)))
 
     def _bypass_linear(self, inner: LowRank, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
         """Base product, gain, low-rank path and bias as one primitive."""
@@ -176,5 +177,5 @@ class Decomposed(Delta):
     def uses(self, op: LayerOp) -> tuple[str, ...]:
         norm = "norm_compose" if self._composes(op) else "weight_norm"
         if self.axis == 0 and not op.is_conv and isinstance(self.inner, (LowRank, Hadamard)):
-            return ("lowrank_linear", norm)
+            return (*self.inner.uses(op), norm)
         return (*self.inner.uses(op), "channel_scale", norm, "gemm_epilogue")

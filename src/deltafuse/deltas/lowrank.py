@@ -3,6 +3,8 @@
 LowRank: dW = s up down (linear), the same as matrices for a convolution, or the Tucker form
 dW[o, i, k] = s sum_pq up[o, p] mid[p, q, k] down[q, i].
 Hadamard: dW = s (up1 down1) * (up2 down2), which is a LowRank of rank r^2 without being rebuilt.
+
+A Tucker core folds into the down factor, mid x down, so that every merge is one low-rank product written once.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class LowRank(Delta):
     def per_sample(self) -> bool:
         return self.rank_mask is not None and self.rank_mask.dim() == 2
 
-    def narrow(self) -> LowRank | None:
+    def narrow(self, kernels: Kernels | None = None, dtype: torch.dtype | None = None) -> LowRank | None:
         return None if self.mid is not None else self
 
     def parts(self, strength: Scalar) -> tuple[Tensor, float]:
@@ -85,16 +87,21 @@ class LowRank(Delta):
         return self.mask_rows(lowrank.lowrank_merge(None, ((up, self.down_matrix()),), 1.0)).view(op.weight_shape)
 
     def merged(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar) -> Tensor:
-        if self.mid is not None or self.row_mask is not None:
-            return super().merged(kernels, weight, op, strength)
-        flat = kernels.lowrank_merge(weight.flatten(1), ((self.factor(strength), self.down_matrix()),), 1.0)
-        return flat.view(op.weight_shape)
+        return self._merge(kernels, weight, strength, None).view(op.weight_shape)
+
+    def merged_to(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar, dtype: torch.dtype) -> Tensor:
+        return self._merge(kernels, weight, strength, dtype).view(op.weight_shape).to(dtype)
+
+    def _merge(self, kernels: Kernels, weight: Tensor, strength: Scalar, dtype: torch.dtype | None) -> Tensor:
+        up, number = self.parts(strength)
+        pair = _masked(up, self.row_mask), _folded(kernels, self.mid, self.down_matrix())
+        return kernels.lowrank_merge(weight.flatten(1), (pair,), number, "product", dtype)
 
     def dense_cost(self, op: LayerOp) -> Cost:
         return product_cost(op.out, self.rank, op.fan_in, 4)
 
     def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if self.mid is not None or self.row_mask is not None else ("lowrank_merge",)
+        return ("lowrank_merge",) if self.mid is None else ("tucker_fold", "lowrank_merge")
 
     # bypass
 
@@ -105,18 +112,40 @@ class LowRank(Delta):
         return call.kernels.lowrank_up(h, self.factor(strength))
 
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
-        if call.op.is_conv or call.dropout or self.row_mask is not None:
+        if call.dropout or self.row_mask is not None or call.op.groups > 1:
             return super().bypass(call, strength)
+        if not call.op.is_conv:
+            return self._linear(call, call.x, strength)
+        if self.mid is None and _is_linear(call.op, call.x):
+            return self._linear(call, call.x.movedim(1, -1), strength).movedim(-1, 1)
+        assert call.weight is not None
+        return self._add_window(call.op.apply(call.x, call.weight), call, strength, call.bias)
+
+    def _linear(self, call: Call, x: Tensor, strength: Scalar) -> Tensor:
+        """The whole layer on x (..., in) as one primitive."""
+        assert call.weight is not None
         up, number = self.parts(strength)
         mask = self.rank_mask if self.per_sample else None
         return call.kernels.lowrank_linear(
-            call.x, call.weight, call.bias, self.down_matrix(), up, number, None, None, mask
+            x, call.weight.flatten(1), call.bias, self.down_matrix(), up, number, None, None, mask
         )
 
+    def _add_window(self, y: Tensor, call: Call, strength: Scalar, bias: Tensor | None) -> Tensor:
+        """y + branch + bias of a convolution: the rank-channel convolution, then one epilogue."""
+        with plain_math(call.x):
+            x = call.x.to(branch_dtype(compute_dtype(call.x)))
+            h = self._mask(self._window(call.op, x), call.op.channel_dim)
+        up, number = self.parts(strength)
+        if y.dim() == len(call.op.kernel) + 1:
+            return call.kernels.conv_epilogue(y.unsqueeze(0), h.unsqueeze(0), up, number, bias).squeeze(0)
+        return call.kernels.conv_epilogue(y, h, up, number, bias)
+
     def add_to(self, y: Tensor, call: Call, strength: Scalar) -> Tensor:
-        """y + branch, for a linear layer in one operation."""
-        if call.op.is_conv or self.row_mask is not None:
+        """y + branch, added in the operation that forms it."""
+        if self.row_mask is not None or call.op.groups > 1:
             return y + self.masked_branch(call, strength).to(y.dtype)
+        if call.op.is_conv:
+            return self._add_window(y, call, strength, None)
         h = self._mask(call.kernels.lowrank_down(call.x, self.down_matrix()), -1)
         return add_product(y, h, *self.parts(strength))
 
@@ -176,7 +205,7 @@ class LowRank(Delta):
         return replace(cost, saved=saved)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if op.is_conv else ("lowrank_linear",)
+        return _path(op)
 
 
 @dataclass
@@ -207,10 +236,15 @@ class Hadamard(Delta):
         return self.mask_rows(dense)
 
     def merged(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar) -> Tensor:
-        if self.mid1 is not None or self.row_mask is not None:
-            return super().merged(kernels, weight, op, strength)
-        pairs = ((self.up1, self.down1), (self.up2, self.down2))
-        return kernels.lowrank_merge(weight.flatten(1), pairs, self.scalar(strength)).view(op.weight_shape)
+        return self._merge(kernels, weight, strength, None).view(op.weight_shape)
+
+    def merged_to(self, kernels: Kernels, weight: Tensor, op: LayerOp, strength: Scalar, dtype: torch.dtype) -> Tensor:
+        return self._merge(kernels, weight, strength, dtype).view(op.weight_shape).to(dtype)
+
+    def _merge(self, kernels: Kernels, weight: Tensor, strength: Scalar, dtype: torch.dtype | None) -> Tensor:
+        first = _masked(self.up1, self.row_mask), _folded(kernels, self.mid1, self.down1)
+        second = self.up2, _folded(kernels, self.mid2, self.down2)
+        return kernels.lowrank_merge(weight.flatten(1), (first, second), self.scalar(strength), "product", dtype)
 
     def dense_cost(self, op: LayerOp) -> Cost:
         each = product_cost(op.out, self.up1.shape[1], op.fan_in, 4)
@@ -218,28 +252,31 @@ class Hadamard(Delta):
         return each + each + Cost(bytes=12.0 * elements, launches=1, saved=8.0 * elements)
 
     def merge_uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if self.mid1 is not None or self.row_mask is not None else ("lowrank_merge",)
+        return ("lowrank_merge",) if self.mid1 is None else ("tucker_fold", "lowrank_merge")
 
-    def narrow(self) -> LowRank | None:
-        return None if self.mid1 is not None else self.khatri_rao()
+    def narrow(self, kernels: Kernels | None = None, dtype: torch.dtype | None = None) -> LowRank | None:
+        return None if self.mid1 is not None else self.khatri_rao(kernels, dtype)
 
-    def khatri_rao(self) -> LowRank:
-        """The same delta as a LowRank of rank r^2."""
-        work = acc(self.up1, self.down1)
-        up = _row_products(self.up1.to(work), self.up2.to(work))
-        down = _row_products(self.down1.to(work).t(), self.down2.to(work).t()).t()
+    def khatri_rao(self, kernels: Kernels | None = None, dtype: torch.dtype | None = None) -> LowRank:
+        """The same delta as a LowRank of rank r^2, its factors in ``dtype``, else in float32 or better."""
+        product = lowrank.khatri_rao if kernels is None else kernels.khatri_rao
+        up, down = product(self.up1, self.down1, self.up2, self.down2, dtype)
         mid = None
         if self.mid1 is not None and self.mid2 is not None:
+            work = acc(self.up1, self.down1)
             rank = self.mid1.shape[0]
             grid = torch.einsum("pqk,stk->psqtk", self.mid1.to(work).flatten(2), self.mid2.to(work).flatten(2))
             mid = grid.reshape(rank * rank, rank * rank, *self.mid1.shape[2:])
         return LowRank(down, up, self.scale, mid, self.gain, None, self.row_mask)
 
     def branch(self, call: Call, strength: Scalar, base: Tensor | None = None) -> Tensor:
-        return self.khatri_rao().branch(call, strength)
+        return self._narrowed(call).branch(call, strength)
 
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
-        return self.khatri_rao().bypass(call, strength)
+        return self._narrowed(call).bypass(call, strength)
+
+    def _narrowed(self, call: Call) -> LowRank:
+        return self.khatri_rao(call.kernels, branch_dtype(compute_dtype(call.x)))
 
     def bypass_cost(self, op: LayerOp, rows: int, size: int) -> Cost:
         rank = self.up1.shape[1] ** 2
@@ -250,9 +287,30 @@ class Hadamard(Delta):
         return replace(cost, saved=float(size) * rows * rank)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        return () if op.is_conv else ("lowrank_linear",)
+        return ("khatri_rao", *_path(op))
 
 
-def _row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Row-wise Kronecker product: (n, r), (n, q) -> (n, r q)."""
-    return (a.unsqueeze(2) * b.unsqueeze(1)).flatten(1)
+def _path(op: LayerOp) -> tuple[str, ...]:
+    """Primitives of a low-rank path beside a layer; a window of one may be a linear layer's, see :func:`_is_linear`."""
+    if not op.is_conv:
+        return ("lowrank_linear",)
+    if op.groups > 1:
+        return ()
+    return ("conv_epilogue",) if op.window > 1 else ("lowrank_linear", "conv_epilogue")
+
+
+def _is_linear(op: LayerOp, x: Tensor) -> bool:
+    """Whether a convolution is a linear layer on channels that lie together in memory already."""
+    plain = op.window == 1 and all(step == 1 for step in op.stride) and not op.pad
+    flush = isinstance(op.padding, str) or not any(op.padding)
+    return plain and flush and x.dim() == len(op.kernel) + 2 and x.movedim(1, -1).is_contiguous()
+
+
+def _masked(up: Tensor, row_mask: Tensor | None) -> Tensor:
+    """The row mask on an up factor, whose rows are the delta's."""
+    return up if row_mask is None else up.to(acc(up)) * row_mask.to(acc(up))[:, None]
+
+
+def _folded(kernels: Kernels, mid: Tensor | None, down: Tensor) -> Tensor:
+    """The down factor as a matrix (r, fan_in), with the Tucker core in it."""
+    return down if mid is None else kernels.tucker_fold(mid, down).flatten(1)

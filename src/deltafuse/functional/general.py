@@ -13,7 +13,6 @@ from ..core.factorize import factorization, power2factorization
 from ..core.geometry import LayerOp
 from ..core.precision import accumulate_dtype
 from ..deltas.base import Scalar
-from ..primitives.lowrank import tucker_merge
 from ._run import kernels_for, promoted
 
 FUNC_LIST: list[Callable[..., Any] | None] = [None, None, F.linear, F.conv1d, F.conv2d, F.conv3d]
@@ -22,7 +21,7 @@ FUNC_LIST: list[Callable[..., Any] | None] = [None, None, F.linear, F.conv1d, F.
 
 def rebuild_tucker(t: Tensor, wa: Tensor, wb: Tensor) -> Tensor:
     """t (i, j, *k), wa (i, p), wb (j, r) -> (p, r, *k)."""
-    return tucker_merge(wa.transpose(0, 1), t, wb).to(promoted(t, wa, wb))
+    return _tucker(wa.transpose(0, 1), t, wb)
 
 
 def tucker_weight(wa: Tensor, wb: Tensor, t: Tensor) -> Tensor:
@@ -32,7 +31,12 @@ def tucker_weight(wa: Tensor, wb: Tensor, t: Tensor) -> Tensor:
 
 def tucker_weight_from_conv(up: Tensor, down: Tensor, mid: Tensor) -> Tensor:
     """Three convolution weights as one: up (o, p, 1...), mid (p, q, *k), down (q, i, 1...) -> (o, i, *k)."""
-    return tucker_merge(up.flatten(1), mid, down.flatten(1)).to(promoted(up, down, mid))
+    return _tucker(up.flatten(1), mid, down.flatten(1))
+
+
+def _tucker(up: Tensor, mid: Tensor, down: Tensor) -> Tensor:
+    kernels = kernels_for(("tucker_merge",), _flat_op(up), up, None)
+    return kernels.tucker_merge(up, mid, down).to(promoted(up, mid, down))
 
 
 def add_scaled(base: Tensor, delta: Tensor, gamma: Scalar = 1.0, backend: str | None = None) -> Tensor:

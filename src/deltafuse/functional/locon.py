@@ -47,7 +47,8 @@ def diff_weight(*weights: Tensor | None, gamma: Scalar = 1.0, backend: str | Non
     kernels = kernels_for((name,), op, up, backend)
     factor = delta.factor(gamma)
     if mid is None:
-        dense = kernels.lowrank_merge(None, ((factor, delta.down),), 1.0).view(op.weight_shape)
+        pairs = ((factor, delta.down),)
+        dense = kernels.lowrank_merge(None, pairs, 1.0, "product", promoted(down, up)).view(op.weight_shape)
     else:
         dense = kernels.tucker_merge(factor, mid, delta.down)
     return dense.to(promoted(down, up, mid))

@@ -48,14 +48,15 @@ def _delta(weights: tuple[Tensor | None, ...], options: Mapping[str, Any] | None
 def diff_weight(*weights: Tensor | None, gamma: Scalar = 1.0, backend: str | None = None) -> Tensor:
     """dW (out, in, *k) from (w1d, w1u, w2d, w2u, t1, t2), in the factors' dtype; ``gamma`` a float or a 0-d tensor."""
     delta, op = _delta(weights, None)
+    dtype = promoted(*weights)
+    kernels = kernels_for(delta.merge_uses(op), op, delta.up1, backend)
+    down1, down2 = delta.down1, delta.down2
     if delta.mid1 is not None and delta.mid2 is not None:
-        tucker = kernels_for(("tucker_merge",), op, delta.up1, backend).tucker_merge
-        left = tucker(delta.up1, delta.mid1, delta.down1)
-        dense = left * tucker(delta.up2, delta.mid2, delta.down2) * delta.scalar(gamma)
-    else:
-        merge = kernels_for(("lowrank_merge",), op, delta.up1, backend).lowrank_merge
-        dense = merge(None, ((delta.up1, delta.down1), (delta.up2, delta.down2)), delta.scalar(gamma))
-    return dense.view(op.weight_shape).to(promoted(*weights))
+        down1 = kernels.tucker_fold(delta.mid1, down1).flatten(1)
+        down2 = kernels.tucker_fold(delta.mid2, down2).flatten(1)
+    pairs = ((delta.up1, down1), (delta.up2, down2))
+    dense = kernels.lowrank_merge(None, pairs, delta.scalar(gamma), "product", dtype)
+    return dense.view(op.weight_shape).to(dtype)
 
 
 def bypass_forward_diff(
@@ -68,7 +69,7 @@ def bypass_forward_diff(
 ) -> Tensor:
     """dW x, as a rank-r^2 product where that is the cheaper form. ``org_out`` is not used."""
     delta, op = _delta(weights, extra_args)
-    names = () if op.is_conv else ("lowrank_down", "lowrank_up")
+    names = ("khatri_rao",) if op.is_conv else ("khatri_rao", "lowrank_down", "lowrank_up")
     return branch(delta, x, op, gamma, names, backend)
 
 

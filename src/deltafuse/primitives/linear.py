@@ -1,7 +1,9 @@
 """Whole adapted linear layers as single primitives, so that a backend can share one pass over x and over dY.
 
 lowrank_linear: y = gain (x W^T) + up_gain alpha (mask (x A^T)) B^T + bias.
-x (..., K), W (N, K), bias (N,), A (r, K), B (N, r), gain and up_gain (N,), mask (batch, r) for x of (batch, ..., K).
+columns_linear: y = (gain x) W^T + alpha (mask ((down_gain x) A^T)) B^T + bias.
+x (..., K), W (N, K), bias (N,), A (r, K), B (N, r), gain and up_gain (N,), or gain and down_gain (K,), mask (batch, r)
+for x of (batch, ..., K).
 """
 
 from __future__ import annotations
@@ -31,15 +33,36 @@ def lowrank_linear(
     mask: Tensor | None = None,
 ) -> Tensor:
     """See the module's formula. gain and up_gain come together (DoRA) or not at all; mask is one row per sample."""
-    h = lowrank_down(x, down)
-    if mask is not None:
-        h = h * mask.to(h.dtype).view(mask.shape[0], *(1,) * (h.dim() - 2), mask.shape[1])
+    h = _rank_masked(lowrank_down(x, down), mask)
     if gain is None or up_gain is None:
         return gemm_epilogue(x, weight, bias, h, up, alpha)
     base = channel_scale(gemm_epilogue(x, weight, None, None, None), gain)
     work = accumulate_dtype(up, up_gain)
     y = add_product(base, h, up.to(work) * up_gain.to(work)[:, None], alpha)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def _rank_masked(h: Tensor, mask: Tensor | None) -> Tensor:
+    return h if mask is None else h * mask.to(h.dtype).view(mask.shape[0], *(1,) * (h.dim() - 2), mask.shape[1])
+
+
+@primitive("y = (gain x) W^T + alpha ((down_gain x) A^T) B^T + bias")
+def columns_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    alpha: float,
+    gain: Tensor,
+    down_gain: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """See the module's formula. down_gain None: the same as gain; mask is one row per sample."""
+    inner = gain if down_gain is None else down_gain
+    work = accumulate_dtype(down, inner)
+    h = _rank_masked(lowrank_down(x, down.to(work) * inner.to(work)), mask)
+    return gemm_epilogue(channel_scale(x, gain), weight, bias, h, up, alpha)
 
 
 def _linear(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
@@ -82,6 +105,20 @@ def _bias_gained(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
     return *_linear(sizes, draw), *_factors(sizes, draw), 0.7, *gains, None
 
 
+@example("columns_linear", "one gain")
+def _columns(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    x, weight, _ = _linear(sizes, draw)
+    return x, weight, None, *_factors(sizes, draw), 0.7, draw.positive(sizes.inner), None, None
+
+
+@example("columns_linear", "bias, two gains, rank mask per sample")
+def _columns_two(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    gains = draw.positive(sizes.inner), draw.positive(sizes.inner)
+    mask = draw.mask(sizes.lead[0], sizes.rank)
+    return *_linear(sizes, draw), *_factors(sizes, draw), -0.3, *gains, mask
+
+
+@floor("columns_linear")
 @floor("lowrank_linear")
 def _least(sizes: Sizes, width: int) -> tuple[float, float]:
     """Forward x and W in, y out; backward dY, x and W in, dX out. The base product twice, the thin ones six times."""

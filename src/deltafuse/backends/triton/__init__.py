@@ -29,6 +29,7 @@ OPERATIONS = {
     "scaled_linear": "scaled_linear",
     "channel_scale": "channel_scale",
     "scaled_add": "scaled_add",
+    "columns_linear": "columns_linear",
     "decomposition_gain": "norms",
     "norm_compose": "norms",
     "weight_norm": "norms",

@@ -75,6 +75,8 @@ def counter(device: torch.device, count: int) -> Tensor:
 # plain addresses. Where this Triton's launcher looks different, launches go Triton's way.
 
 _MAX_BOUND = 4096
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The current device without the checks of the public function."""
 _bound: dict[Any, Any] = {}
 _tensors: dict[int, int] = {}
 _maps: dict[Any, list[Any]] = {}
@@ -129,7 +131,7 @@ class Ready:
             _plainly(self, tensors)
             return
         device = where.get_device()
-        if device != torch._C._cuda_getDevice():
+        if device != _current_device():
             with torch.cuda.device(device):
                 self._launch(tensors, device)
         else:
