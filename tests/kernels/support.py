@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ def implementation(name: str) -> Callable[..., Any]:
     return backends()["triton"].implementation(name)
 
 
+@cache
 def covering(name: str) -> list[Example]:
     """The fewest examples that between them hand in every argument some example hands in."""
     given = {case: {place for place, arg in enumerate(arguments(case)) if tensors((arg,))} for case in examples(name)}
@@ -53,15 +55,18 @@ def covering(name: str) -> list[Example]:
     return chosen
 
 
-def every_example(fast: bool = False) -> list[Any]:
-    """All examples of all operations. Unless ``fast``, only the covering ones belong to the fast suite."""
-    found = []
-    for name in OPERATIONS:
-        kept = covering(name)
-        for case in examples(name):
-            marks = [] if fast or case in kept else [pytest.mark.slow]
-            found.append(pytest.param(case, id=f"{name}[{case.label}]", marks=marks))
-    return found
+def every_example() -> list[Any]:
+    """All examples of all operations; those beyond the covering ones run under ``-m slow`` alone."""
+    return [
+        pytest.param(case, id=f"{name}[{case.label}]", marks=() if case in covering(name) else pytest.mark.slow)
+        for name in OPERATIONS
+        for case in examples(name)
+    ]
+
+
+def one_of_each() -> list[Any]:
+    """The example of each operation that hands in most."""
+    return [pytest.param(covering(name)[0], id=name) for name in OPERATIONS]
 
 
 def has_rows(case: Example) -> bool:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from deltafuse.backends.triton import OPERATIONS
 from deltafuse.primitives.examples import Draw, Example, examples, incoming_for, leaves, outputs_of, run, tensors
 from deltafuse.primitives.shapes import layer
 
-from .support import arguments, assert_close, assert_equal, covering, every_example, faults, implementation, mapped
+from .support import arguments, assert_close, assert_equal, every_example, faults, implementation, mapped, one_of_each
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +26,7 @@ THIN = layer(256, 4096, 4096, 16)
 """Few rows beside a large weight, so that a temporary of the weight's size stands out."""
 
 
-@pytest.mark.parametrize("case", every_example(fast=True))
+@pytest.mark.parametrize("case", every_example())
 def test_bfloat16_at_a_real_size(case: Example) -> None:
     wrong = faults(implementation(case.primitive), case, REAL, torch.bfloat16)
     assert not wrong, wrong
@@ -64,7 +63,7 @@ def test_graph_capture(case: Example) -> None:
     assert_equal(replayed, step())
 
 
-@pytest.mark.parametrize("case", [pytest.param(covering(name)[0], id=name) for name in OPERATIONS])
+@pytest.mark.parametrize("case", one_of_each())
 def test_the_same_bits_on_every_stream(case: Example) -> None:
     function, args = implementation(case.primitive), arguments(case, MODEST, torch.bfloat16)
     first = run(function, args)
@@ -78,7 +77,7 @@ def test_the_same_bits_on_every_stream(case: Example) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-@pytest.mark.parametrize("case", [pytest.param(covering(name)[0], id=name) for name in OPERATIONS])
+@pytest.mark.parametrize("case", one_of_each())
 def test_tensors_of_another_device(case: Example) -> None:
     """The current device stays the first; the work happens where the tensors are."""
     function = implementation(case.primitive)

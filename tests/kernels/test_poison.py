@@ -31,9 +31,9 @@ pytestmark = needs_kernels
 GUARD = 64
 """Elements on either side; their product with any element size keeps the alignment kernels may count on."""
 SIGN = 1024
-TAILS = Sizes(lead=(1, 37), inner=70, out=35, rank=3, factor=-1)
+TAILS = Sizes(lead=(1, 37), inner=33, out=35, rank=3, factor=-1)
 SPLIT = Sizes(lead=(1, 130), inner=264, out=136, rank=2)
-SPLIT_WEIGHT = Sizes(inner=72, out=40, rank=2)
+SPLIT_WEIGHT = Sizes(inner=40, out=24, rank=2)
 """For operations on weights alone, whose work is inner times out."""
 LONG = Sizes(lead=(1, 1100), inner=24, out=16, rank=2)
 WIDE = Sizes(lead=(1, 3), inner=520, out=520, rank=2)

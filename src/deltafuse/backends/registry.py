@@ -34,6 +34,8 @@ class Backend(ABC):
     name: str
     order: int
     summary: str
+    fused = False
+    """Whether one pass over a tensor does what takes PyTorch several: the planner counts traffic accordingly."""
 
     @abstractmethod
     def available(self, device: torch.device | None = None) -> Verdict:
@@ -63,6 +65,11 @@ class Selection:
     backend: str
     reason: str
     choice: Choice
+
+    @property
+    def fused(self) -> bool:
+        """Whether fused backends run all of it."""
+        return bool(self.choice) and all(_backends[backend].fused for _, backend in self.choice)
 
     @property
     def kernels(self) -> Kernels:

@@ -145,6 +145,10 @@ class Delta(ABC):
     def bypass_cost(self, op: LayerOp, rows: int, size: int) -> Cost:
         """Work of the bypass form beyond the base product; ``size`` is bytes per element."""
 
+    def fused_cost(self, op: LayerOp, rows: int, size: int) -> Cost:
+        """:meth:`bypass_cost` where a fused backend runs it."""
+        return self.bypass_cost(op, rows, size)
+
     @abstractmethod
     def dense_cost(self, op: LayerOp) -> Cost:
         """Work of forming the dense delta."""

@@ -21,6 +21,8 @@ from .base import Call, Delta, Scalar, acc, times
 from .lowrank import Hadamard, LowRank
 
 _REFERENCE = kernel_table()
+_COMPOSED_RANK = 256
+"""A product of two deltas of rank r is one of rank r^2; up to here its norm costs less composed than built."""
 
 
 @dataclass
@@ -37,30 +39,46 @@ class Decomposed(Delta):
 
     # the gain
 
-    def norm(self, kernels: Kernels, weight: Tensor, op: LayerOp) -> Tensor:
-        """|W + dW| along the axis, composed from factors where they allow it."""
-        if self.detach:
-            with torch.no_grad():
-                return self._norm(kernels, weight, op)
-        return self._norm(kernels, weight, op)
-
-    def _norm(self, kernels: Kernels, weight: Tensor, op: LayerOp) -> Tensor:
-        if self._composes(op):
-            assert isinstance(self.inner, LowRank)
-            up = self.inner.factor(1.0)
-            if self.inner.row_mask is not None:
-                up = up * self.inner.row_mask.to(up.dtype)[:, None]
-            return kernels.norm_compose(weight.flatten(1), up, self.inner.down_matrix(), self.axis)
-        return kernels.weight_norm(self.inner.merged(kernels, weight, op, 1.0), self.axis)
-
-    def _composes(self, op: LayerOp) -> bool:
-        inner = self.inner
-        return isinstance(inner, LowRank) and inner.mid is None and (self.axis == 0 or op.window == 1)
-
     def gain(self, kernels: Kernels, weight: Tensor, op: LayerOp) -> Tensor:
         """g, float32 or better, (out,) or (in // groups,)."""
-        norm = self.norm(kernels, weight, op)
+        inner = self._composed(op)
+        if inner is not None:
+            return self._composed_gain(kernels, weight, inner, *inner.parts(1.0))
+        norm = self._dense_norm(kernels, weight, op)
         return self.magnitude.to(acc(self.magnitude, norm)).reshape(-1) / norm
+
+    def _composed_gain(self, kernels: Kernels, weight: Tensor, inner: LowRank, up: Tensor, number: float) -> Tensor:
+        """g from W and the factors up and down, whose product times ``number`` is the inner delta."""
+        down = inner.down_matrix()
+        if inner.row_mask is not None:
+            up = up * inner.row_mask.to(up.dtype)[:, None]
+        if self.detach:
+            up, down = up.detach(), down.detach()
+        return kernels.decomposition_gain(weight.flatten(1), up, down, number, self.magnitude, self.axis)
+
+    def _dense_norm(self, kernels: Kernels, weight: Tensor, op: LayerOp) -> Tensor:
+        if self.detach:
+            with torch.no_grad():
+                return kernels.weight_norm(self.inner.merged(kernels, weight, op, 1.0), self.axis)
+        return kernels.weight_norm(self.inner.merged(kernels, weight, op, 1.0), self.axis)
+
+    def _composed(self, op: LayerOp) -> LowRank | None:
+        """The inner delta as factors the norm can be composed from: they leave no trace of the weight's size."""
+        inner = self.inner
+        if self.axis == 1 and op.window != 1:
+            return None
+        if isinstance(inner, Hadamard):
+            return inner.narrow() if inner.up1.shape[1] ** 2 <= _COMPOSED_RANK else None
+        return inner.narrow() if isinstance(inner, LowRank) else None
+
+    def _composes(self, op: LayerOp) -> bool:
+        """Whether :meth:`_composed` finds factors, without building any."""
+        inner = self.inner
+        if self.axis == 1 and op.window != 1:
+            return False
+        if isinstance(inner, Hadamard):
+            return inner.mid1 is None and inner.up1.shape[1] ** 2 <= _COMPOSED_RANK
+        return isinstance(inner, LowRank) and inner.mid is None
 
     def _broadcast(self, gain: Tensor, op: LayerOp) -> Tensor:
         """g against the weight."""
@@ -115,32 +133,34 @@ class Decomposed(Delta):
 
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
         assert call.weight is not None
-        gain = self.gain(call.kernels, call.weight, call.op)
-        if self.axis == 1:
-            return call.with_bias(self._bypass_columns(call, gain, strength))
         narrow = self._narrow(call)
-        return (
-            call.with_bias(self._bypass_rows(call, gain, strength))
-            if narrow is None
-            else self._bypass_linear(narrow, call, gain, strength)
-        )
+        if narrow is not None:
+            return self._bypass_linear(narrow, call, strength)
+        gain = self.gain(call.kernels, call.weight, call.op)
+        run = self._bypass_rows if self.axis == 0 else self._bypass_columns
+        return call.with_bias(run(call, gain, strength))
 
     def _narrow(self, call: Call) -> LowRank | None:
         """The inner delta as two factors of a linear layer, where nothing acts between them and the gain."""
         if call.op.is_conv or call.dropout or self.inner.row_mask is not None:
             return None
-        return self.inner.narrow(call.kernels, branch_dtype(compute_dtype(call.x)))
+        return self.inner.narrow()
 
-    def _bypass_linear(self, inner: LowRank, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
-        """Base product, gain, low-rank path and bias as one primitive."""
+    def _bypass_linear(self, inner: LowRank, call: Call, strength: Scalar) -> Tensor:
+        """Base product, gain, low-rank path and bias as one primitive; the factors are built once for norm and path."""
+        assert call.weight is not None
+        up, number = inner.parts(1.0)
+        if self._composes(call.op):
+            gain = self._composed_gain(call.kernels, call.weight, inner, up, number)
+        else:
+            gain = self.gain(call.kernels, call.weight, call.op)
         whole = isinstance(strength, (int, float)) and strength == 1
         kept = gain if whole else 1 + (gain - 1) * strength
-        up, number = inner.parts(1.0)
         mask = inner.rank_mask if inner.per_sample else None
-        down = inner.down_matrix()
-        return call.kernels.lowrank_linear(
-            call.x, call.weight, call.bias, down, up, number, kept, times(gain, strength), mask
-        )
+        layer = (call.x, call.weight, call.bias, inner.down_matrix(), up, number, kept)
+        if self.axis == 0:
+            return call.kernels.lowrank_linear(*layer, times(gain, strength), mask)
+        return call.kernels.columns_linear(*layer, None if whole else gain * strength, mask)
 
     def _bypass_rows(self, call: Call, gain: Tensor, strength: Scalar) -> Tensor:
         base = call.base()
@@ -170,12 +190,12 @@ class Decomposed(Delta):
 
     def _norm_cost(self, op: LayerOp) -> Cost:
         if self._composes(op):
-            assert isinstance(self.inner, LowRank)
-            return Cost(2.0 * op.out * op.fan_in * self.inner.rank, 8.0 * op.out * op.fan_in, 8)
+            rank = self.inner.rank if isinstance(self.inner, LowRank) else self.inner.up1.shape[1] ** 2
+            return Cost(2.0 * op.out * op.fan_in * rank, 8.0 * op.out * op.fan_in, 8)
         return self.inner.dense_cost(op) + Cost(2.0 * op.out * op.fan_in, 12.0 * op.out * op.fan_in, 3)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
-        norm = "norm_compose" if self._composes(op) else "weight_norm"
-        if self.axis == 0 and not op.is_conv and isinstance(self.inner, (LowRank, Hadamard)):
-            return (*self.inner.uses(op), norm)
-        return (*self.inner.uses(op), "channel_scale", norm, "gemm_epilogue")
+        norm = ("decomposition_gain",) if self._composes(op) else ("weight_norm", *self.inner.merge_uses(op))
+        if not op.is_conv and isinstance(self.inner, (LowRank, Hadamard)):
+            return ("lowrank_linear" if self.axis == 0 else "columns_linear", *norm)
+        return (*self.inner.uses(op), "channel_scale", "gemm_epilogue", *norm)

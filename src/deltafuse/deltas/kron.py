@@ -185,6 +185,13 @@ class Kron(Delta):
         traffic = float(size) * rows * (op.inp + 4 * middle + 3 * op.out)
         return Cost(flops, traffic, 4, saved=float(size) * rows * middle)
 
+    def fused_cost(self, op: LayerOp, rows: int, size: int) -> Cost:
+        """x read, what is added to the base product written and read once more."""
+        flops = 2.0 * rows * min(self._work(op, True), self._work(op, False))
+        if op.is_conv:
+            return self.bypass_cost(op, rows, size)
+        return Cost(flops, float(size) * rows * (op.inp + 2 * op.out), 1)
+
     def uses(self, op: LayerOp) -> tuple[str, ...]:
         if op.is_conv:
             return ()

@@ -15,7 +15,7 @@ import torch
 from ..backends import Selection, select
 from ..core.cost import Cost
 from ..core.device import ceilings
-from ..core.errors import OptionError
+from ..core.errors import BackendError, OptionError
 from ..core.geometry import LayerOp
 from ..core.problem import Plan, Problem
 from ..core.verdict import Verdict
@@ -38,13 +38,13 @@ class Needs:
 
 def plan(delta: Delta, problem: Problem, needs: Needs, requested: str) -> Plan:
     """The form, its backend and the reason, for one layer and row bucket."""
-    form, why = _choose_form(delta, problem, needs)
+    form, why = _choose_form(delta, problem, needs, requested)
     selection = _backend(delta, problem, form, requested)
-    cost = _form_cost(delta, problem, form)
+    cost = _form_cost(delta, problem, form, selection.fused)
     return Plan(form, selection.backend, f"{why}; {selection.reason}", selection.choice, selection.kernels, cost)
 
 
-def _choose_form(delta: Delta, problem: Problem, needs: Needs) -> tuple[str, str]:
+def _choose_form(delta: Delta, problem: Problem, needs: Needs, requested: str) -> tuple[str, str]:
     legal = _legal_forms(delta, problem, needs)
     allowed = [form for form in FORMS if legal[form]]
     if not allowed:
@@ -56,7 +56,7 @@ def _choose_form(delta: Delta, problem: Problem, needs: Needs) -> tuple[str, str
     if len(allowed) == 1:
         others = "; ".join(f"{form}: {legal[form].reason}" for form in FORMS if not legal[form])
         return allowed[0], f"{note}only exact form ({others})"
-    seconds = {form: _seconds(delta, problem, form) for form in allowed}
+    seconds = {form: _seconds(delta, problem, form, _fused(delta, problem, form, requested)) for form in allowed}
     best = min(allowed, key=lambda form: seconds[form])
     times = ", ".join(f"{form} {1e6 * seconds[form]:.0f} us" for form in allowed)
     return best, f"{note}cheapest by flops and bytes over the base ({times})"
@@ -77,19 +77,27 @@ def _legal_forms(delta: Delta, problem: Problem, needs: Needs) -> dict[str, Verd
     return {"bypass": bypass, "merged": merged, "split": split}
 
 
-def _form_cost(delta: Delta, problem: Problem, form: str) -> Cost:
+def _fused(delta: Delta, problem: Problem, form: str, requested: str) -> bool:
+    """Whether fused backends would run ``form``; a named backend that cannot run it is told when it is chosen."""
+    try:
+        return _backend(delta, problem, form, requested).fused
+    except BackendError:
+        return False
+
+
+def _form_cost(delta: Delta, problem: Problem, form: str, fused: bool = False) -> Cost:
     """Work of one forward over the frozen layer's."""
     op, size = problem.op, problem.dtype.itemsize
     if form == "bypass":
-        return delta.bypass_cost(op, problem.rows, size)
+        return (delta.fused_cost if fused else delta.bypass_cost)(op, problem.rows, size)
     elements = op.out * op.fan_in
     build = delta.dense_cost(op) + Cost(bytes=float(4 + 2 * size) * elements, launches=2, saved=float(size) * elements)
     return build if form == "merged" else build + product_cost(problem.rows, op.fan_in, op.out, size)
 
 
-def _seconds(delta: Delta, problem: Problem, form: str) -> float:
+def _seconds(delta: Delta, problem: Problem, form: str, fused: bool = False) -> float:
     """Forward, and in training twice that for backward; a dense weight's gradient is one more full product."""
-    cost = _form_cost(delta, problem, form)
+    cost = _form_cost(delta, problem, form, fused)
     limits = ceilings(problem.device)
     total = cost
     if problem.training:

@@ -54,6 +54,7 @@ class TritonBackend(Backend):
     name = "triton"
     order = 10
     summary = "fused Triton kernels"
+    fused = True
 
     def available(self, device: torch.device | None = None) -> Verdict:
         if not _installed():

@@ -192,9 +192,7 @@ def _without(needs: Sequence[bool], through: int | None) -> Sequence[bool]:
 
 def _filled(found: Sequence[Any], asked: Sequence[bool], needs: Sequence[bool], grad: Any) -> Tensors:
     """What backward was asked for, and ``grad`` itself where it passes through."""
-    return tuple(
-        item if ask else grad if need else None for item, ask, need in zip(found, asked, needs, strict=True)
-    )
+    return tuple(item if ask else grad if need else None for item, ask, need in zip(found, asked, needs, strict=True))
 
 
 def _whole(args: Sequence[Any], grads: Sequence[Any]) -> list[Tensor]:

@@ -108,10 +108,16 @@ def _count_tensors(kernel: Any) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], warps: int, stages: int, *args: Any) -> None:
     """``kernel[grid](*args, num_warps=warps, num_stages=stages)`` on the first tensor's device.
 
-    Tensors come first in every kernel's signature; a :class:`Tile` stands for a descriptor.
+    Tensors come first in every kernel's signature.
     """
     count = _tensors.get(id(kernel)) or _count_tensors(kernel)
-    Ready(kernel, grid, warps, stages, args[count:])(*args[:count])
+    tensors, values = args[:count], args[count:]
+    kinds = tuple([None if item is None else item.dtype for item in tensors])
+    key = (id(kernel), grid, warps, stages, values, kinds)
+    ready = _launches.get(key)
+    if ready is None:
+        ready = keep(_launches, key, Ready(kernel, grid, warps, stages, values))
+    ready(*tensors)
 
 
 class Ready:
@@ -276,3 +282,6 @@ def forget() -> None:
     """Settle every launch anew: configurations have changed."""
     for made in _memos:
         made.clear()
+
+
+_launches = memo()

@@ -14,6 +14,8 @@ from .kernels import gain as gain_kernel
 from .kernels import gemm as gemm_kernel
 
 FUSED = True
+MAX_RANK = 64
+"""Ranks above are products worth a launch of their own: the epilogue would read their factors unpipelined."""
 FORCED = False
 
 
@@ -46,4 +48,6 @@ def with_lowrank(
 
 def _fused(a: Tensor, weight: Tensor, h: Tensor, transposed: bool, gained: bool) -> bool:
     """Whether the fused kernel runs this product."""
-    return FUSED and (a.is_cuda or FORCED) and a.dtype != torch.float32
+    if not FUSED or a.dtype == torch.float32 or h.shape[1] > MAX_RANK:
+        return False
+    return a.is_cuda or FORCED

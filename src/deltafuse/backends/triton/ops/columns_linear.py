@@ -61,6 +61,7 @@ def backward(
     flat, dy = _flat(x), _flat(grad)
     want_base = needs[0] or needs[6]
     want_x = want_base or needs[3] or needs[7]
+    mask = mask if dy.shape[0] > 0 else None
     parts = _runner(down, x).grad(dy, None, h, up, None, None, mask, alpha, want_x, needs[4])
     base = torch.mm(dy, weight) if want_base else None
     grads = columns.backward(parts, flat, base, down, up, gain, down_gain, alpha, want_x, needs[3])
@@ -91,4 +92,5 @@ def columns_linear(
     if not 0 < down.shape[0] <= MAX_KERNEL_RANK or gain.dtype == torch.float64:
         return reference(x, weight, bias, down, up, alpha, gain, down_gain, mask)
     work = compute_dtype(x)
+    mask = None if mask is None else mask.contiguous()
     return _run(x.to(work), weight.to(work), bias, down, up, float(alpha), gain, down_gain, mask)

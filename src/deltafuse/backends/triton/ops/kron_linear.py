@@ -188,4 +188,6 @@ def kron_apply(x: Tensor, w1: Chain, w2: Chain, w1_first: bool, alpha: float = 1
     """The primitive of the same name, by the kernels of :func:`kron_linear`; they choose the order themselves."""
     if not _in_scope(x, w1, w2):
         return apply_reference(x, w1, w2, w1_first, alpha)
-    return _run(x.to(compute_dtype(x)), None, None, _whole(w1, x), *_parts(w2), float(alpha))
+    work = compute_dtype(x)
+    x = x if x.dtype == work else x.to(branch_dtype(work))  # float16 is widened in the kernels
+    return _run(x, None, None, _whole(w1, x), *_parts(w2), float(alpha))
