@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from deltafuse.backends import backends
 from deltafuse.backends.triton import OPERATIONS, interpreted
+from deltafuse.backends.triton.launch import forget
 from deltafuse.primitives import get_primitive
 from deltafuse.primitives.examples import (
     Draw,
@@ -75,14 +77,19 @@ def has_rows(case: Example) -> bool:
     return [item.shape for item in tensors(few)] != [item.shape for item in tensors(more)]
 
 
-def split_early(patch: pytest.MonkeyPatch) -> None:
-    """Make kernels split their reductions at sizes that are small enough for tests."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("deltafuse.backends.triton."):
-            if callable(vars(module).get("processors")):
-                patch.setattr(module, "processors", lambda device: 64)
-            if isinstance(vars(module).get("_SPLIT_ROWS"), int):
-                patch.setattr(module, "_SPLIT_ROWS", 8)
+@contextmanager
+def split_early() -> Iterator[None]:
+    """Kernels split their reductions at sizes that are small enough for tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("deltafuse.backends.triton."):
+                if callable(vars(module).get("processors")):
+                    patch.setattr(module, "processors", lambda device: 64)
+                if isinstance(vars(module).get("_SPLIT_ROWS"), int):
+                    patch.setattr(module, "_SPLIT_ROWS", 8)
+        forget()
+        yield
+    forget()
 
 
 def mapped(args: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import KernelInterface
 
 from deltafuse.backends.triton import products
+from deltafuse.backends.triton.launch import forget
 from deltafuse.primitives.examples import Example, Sizes, examples
 
 from .support import faults, implementation, needs_kernels, split_early
@@ -102,6 +104,10 @@ def source_of(file: str) -> str:
     return Path(found.origin).read_text()
 
 
+_loaded: list[ModuleType] = []
+"""Kept: launches know kernels by identity, which must not be used twice."""
+
+
 def load(mutant: Mutant, folder: Path) -> ModuleType:
     """The mutated file as a module beside the original."""
     source = source_of(mutant.file)
@@ -117,6 +123,7 @@ def load(mutant: Mutant, folder: Path) -> ModuleType:
         spec.loader.exec_module(module)
     finally:
         del sys.modules[spec.name]
+    _loaded.append(module)
     return module
 
 
@@ -152,10 +159,11 @@ def test_seeded_bugs_are_caught(mutant: Mutant, tmp_path: Path, monkeypatch: pyt
     original, mutated = importlib.import_module(f"{PACKAGE}.{mutant.file}"), load(mutant, tmp_path)
     if mutant.fused:
         monkeypatch.setattr(products, "FORCED", True)
-    if mutant.split:
-        split_early(monkeypatch)
-    with monkeypatch.context() as patch:
-        put(mutated, original, patch)
-        case = next(noticing(mutant, function), None)
-    assert case is not None, "nothing notices this bug"
-    assert not wrong(mutant, function, case), "the kernel fails without the bug"
+    with split_early() if mutant.split else nullcontext():
+        with monkeypatch.context() as patch:
+            put(mutated, original, patch)
+            forget()
+            case = next(noticing(mutant, function), None)
+        forget()
+        assert case is not None, "nothing notices this bug"
+        assert not wrong(mutant, function, case), "the kernel fails without the bug"

@@ -93,8 +93,8 @@ def test_buffers(case: Example, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", every_example())
 def test_buffers_of_split_reductions(case: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     implementation(case.primitive)
-    split_early(monkeypatch)
-    check(case, SPLIT if has_rows(case) else SPLIT_WEIGHT, monkeypatch)
+    with split_early():
+        check(case, SPLIT if has_rows(case) else SPLIT_WEIGHT, monkeypatch)
 
 
 @pytest.mark.slow

@@ -41,14 +41,14 @@ class Decomposed(Delta):
 
     def gain(self, kernels: Kernels, weight: Tensor, op: LayerOp) -> Tensor:
         """g, float32 or better, (out,) or (in // groups,)."""
-        inner = self._composed(op)
-        if inner is not None:
-            return self._composed_gain(kernels, weight, inner, *inner.parts(1.0))
+        if self._composes(op):
+            return self._composed_gain(kernels, weight, self.inner.narrow(kernels))
         norm = self._dense_norm(kernels, weight, op)
         return self.magnitude.to(acc(self.magnitude, norm)).reshape(-1) / norm
 
-    def _composed_gain(self, kernels: Kernels, weight: Tensor, inner: LowRank, up: Tensor, number: float) -> Tensor:
-        """g from W and the factors up and down, whose product times ``number`` is the inner delta."""
+    def _composed_gain(self, kernels: Kernels, weight: Tensor, inner: LowRank) -> Tensor:
+        """g from W and the inner delta's factors: nothing of the weight's size is built."""
+        up, number = inner.parts(1.0)
         down = inner.down_matrix()
         if inner.row_mask is not None:
             up = up * inner.row_mask.to(up.dtype)[:, None]
@@ -62,23 +62,19 @@ class Decomposed(Delta):
                 return kernels.weight_norm(self.inner.merged(kernels, weight, op, 1.0), self.axis)
         return kernels.weight_norm(self.inner.merged(kernels, weight, op, 1.0), self.axis)
 
-    def _composed(self, op: LayerOp) -> LowRank | None:
-        """The inner delta as factors the norm can be composed from: they leave no trace of the weight's size."""
-        inner = self.inner
-        if self.axis == 1 and op.window != 1:
-            return None
-        if isinstance(inner, Hadamard):
-            return inner.narrow() if inner.up1.shape[1] ** 2 <= _COMPOSED_RANK else None
-        return inner.narrow() if isinstance(inner, LowRank) else None
-
     def _composes(self, op: LayerOp) -> bool:
-        """Whether :meth:`_composed` finds factors, without building any."""
+        """Whether the inner delta is two factors of the flat weight, and few enough ranks."""
+        rank = self._inner_rank()
+        return rank is not None and (self.axis == 0 or op.window == 1)
+
+    def _inner_rank(self) -> int | None:
+        """The rank of the inner delta's factors, or None where its norm has to be taken of the built weight."""
         inner = self.inner
-        if self.axis == 1 and op.window != 1:
-            return False
-        if isinstance(inner, Hadamard):
-            return inner.mid1 is None and inner.up1.shape[1] ** 2 <= _COMPOSED_RANK
-        return isinstance(inner, LowRank) and inner.mid is None
+        if isinstance(inner, LowRank):
+            return inner.rank if inner.mid is None else None
+        if isinstance(inner, Hadamard) and inner.mid1 is None and inner.up1.shape[1] ** 2 <= _COMPOSED_RANK:
+            return inner.up1.shape[1] ** 2
+        return None
 
     def _broadcast(self, gain: Tensor, op: LayerOp) -> Tensor:
         """g against the weight."""
@@ -144,18 +140,18 @@ class Decomposed(Delta):
         """The inner delta as two factors of a linear layer, where nothing acts between them and the gain."""
         if call.op.is_conv or call.dropout or self.inner.row_mask is not None:
             return None
-        return self.inner.narrow()
+        return self.inner.narrow(call.kernels, branch_dtype(compute_dtype(call.x)))
 
     def _bypass_linear(self, inner: LowRank, call: Call, strength: Scalar) -> Tensor:
-        """Base product, gain, low-rank path and bias as one primitive; the factors are built once for norm and path."""
+        """Base product, gain, low-rank path and bias as one primitive; norm and path share the factors."""
         assert call.weight is not None
-        up, number = inner.parts(1.0)
         if self._composes(call.op):
-            gain = self._composed_gain(call.kernels, call.weight, inner, up, number)
+            gain = self._composed_gain(call.kernels, call.weight, inner)
         else:
             gain = self.gain(call.kernels, call.weight, call.op)
         whole = isinstance(strength, (int, float)) and strength == 1
         kept = gain if whole else 1 + (gain - 1) * strength
+        up, number = inner.parts(1.0)
         mask = inner.rank_mask if inner.per_sample else None
         layer = (call.x, call.weight, call.bias, inner.down_matrix(), up, number, kept)
         if self.axis == 0:
@@ -189,13 +185,16 @@ class Decomposed(Delta):
         return inner + scale + self._norm_cost(op)
 
     def _norm_cost(self, op: LayerOp) -> Cost:
-        if self._composes(op):
-            rank = self.inner.rank if isinstance(self.inner, LowRank) else self.inner.up1.shape[1] ** 2
+        rank = self._inner_rank()
+        if rank is not None and self._composes(op):
             return Cost(2.0 * op.out * op.fan_in * rank, 8.0 * op.out * op.fan_in, 8)
         return self.inner.dense_cost(op) + Cost(2.0 * op.out * op.fan_in, 12.0 * op.out * op.fan_in, 3)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
         norm = ("decomposition_gain",) if self._composes(op) else ("weight_norm", *self.inner.merge_uses(op))
-        if not op.is_conv and isinstance(self.inner, (LowRank, Hadamard)):
-            return ("lowrank_linear" if self.axis == 0 else "columns_linear", *norm)
-        return (*self.inner.uses(op), "channel_scale", "gemm_epilogue", *norm)
+        inner = self.inner.uses(op)
+        if op.is_conv or not isinstance(self.inner, (LowRank, Hadamard)):
+            return (*inner, "channel_scale", "gemm_epilogue", *norm)
+        if self.axis == 1:
+            inner = tuple("columns_linear" if item == "lowrank_linear" else item for item in inner)
+        return (*inner, *norm)

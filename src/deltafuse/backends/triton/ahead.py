@@ -36,6 +36,7 @@ from ...primitives.examples import Draw, Sizes, examples, leaves, outputs_of
 from ...primitives.shapes import layer, name
 from ..registry import backends
 from . import OPERATIONS, interpreted, tuning
+from .launch import Ready, _plainly, forget
 
 CAPABILITIES = (90, 80)
 SIZES = (
@@ -147,13 +148,6 @@ class _WithoutMemory(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _plain_launch(kernel: Any, grid: tuple[int, ...], warps: int, stages: int, *args: Any) -> None:
-    """Triton's own launch of what a bound launcher was asked for."""
-    flat = [item for arg in args for item in (arg if type(arg) is tuple else (arg,))]
-    described = [item.descriptor() if hasattr(item, "descriptor") else item for item in flat]
-    kernel[grid](*described, num_warps=warps, num_stages=stages)
-
-
 @dataclass
 class Recorder:
     """Launches met so far, each kind once."""
@@ -189,9 +183,12 @@ class Recorder:
                 stack.enter_context(patch.object(tuning.Tunable, "config_for", lambda *args: self.configure(*args)))
                 for place, attribute, value in self._pretences():
                     stack.enter_context(patch.object(place, attribute, value))
+                stack.enter_context(patch.object(Ready, "__call__", lambda ready, *tensors: _plainly(ready, tensors)))
                 stack.enter_context(_WithoutMemory())
+                forget()
                 yield
         finally:
+            forget()
             driver._active = before
 
     def run(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -210,7 +207,6 @@ class Recorder:
         answers = {
             "processors": lambda device: count,
             "_device": lambda device: (divmod(self.capability, 10), count),
-            "launch": _plain_launch,
         }
         yield torch, "is_autocast_enabled", lambda *kind: False  # it knows no meta device
         for key, module in list(sys.modules.items()):

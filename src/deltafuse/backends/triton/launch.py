@@ -132,6 +132,8 @@ class Ready:
 
     def __call__(self, *tensors: Any) -> None:
         first = tensors[0]
+        if first is None:
+            first = next(item for item in tensors if item is not None)
         where = first.tensor if type(first) is Tile else first
         if not where.is_cuda:
             _plainly(self, tensors)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div
+from ..launch import ceil_div, launch
 
 
 @triton.jit
@@ -48,9 +48,7 @@ def khatri_rao_kernel(
     if is_up:
         _outer(up1_ptr, up2_ptr, up_ptr, line, N, p, q, up1_rows, up1_cols, up2_rows, up2_cols, p * q, 1, BC)
     else:
-        _outer(
-            down1_ptr, down2_ptr, down_ptr, line, K, p, q, down1_cols, down1_rows, down2_cols, down2_rows, 1, K, BC
-        )
+        _outer(down1_ptr, down2_ptr, down_ptr, line, K, p, q, down1_cols, down1_rows, down2_cols, down2_rows, 1, K, BC)
 
 
 @triton.jit
@@ -108,13 +106,13 @@ def forward(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor, dtype: torch
         return up, down
     block_c, block_l = 32, 64
     up_tiles = ceil_div(wide, block_l)
-    khatri_rao_kernel[(up_tiles + ceil_div(inner, block_l), ceil_div(p * q, block_c))](
+    launch(
+        khatri_rao_kernel, (up_tiles + ceil_div(inner, block_l), ceil_div(p * q, block_c)), 4, 1,
         up1, down1, up2, down2, up, down,
         wide, inner, p, q, up_tiles,
         up1.stride(0), up1.stride(1), down1.stride(0), down1.stride(1),
         up2.stride(0), up2.stride(1), down2.stride(0), down2.stride(1),
         block_c, block_l,
-        num_warps=4, num_stages=1,
     )  # fmt: skip
     return up, down
 
@@ -131,13 +129,13 @@ def backward(
     up_tiles = 0 if dup is None else ceil_div(wide, block)
     tiles = up_tiles + (0 if ddown is None else ceil_div(inner, block))
     if tiles > 0 and p * q > 0:
-        khatri_rao_grad_kernel[(tiles,)](
+        launch(
+            khatri_rao_grad_kernel, (tiles,), 4, 2,
             dup, ddown, up1, down1, up2, down2, ups[0], downs[0], ups[1], downs[1],
             wide, inner, p, q, up_tiles,
             *((0, 0) if dup is None else dup.stride()), *((0, 0) if ddown is None else ddown.stride()),
             up1.stride(0), up1.stride(1), down1.stride(0), down1.stride(1),
             up2.stride(0), up2.stride(1), down2.stride(0), down2.stride(1),
             dup is not None, ddown is not None, padded, block,
-            num_warps=4, num_stages=2,
         )  # fmt: skip
     return ups[0], downs[0], ups[1], downs[1]

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, counter, dot_precision, pad_rank, processors, rank_dtype
+from ..launch import ceil_div, counter, dot_precision, launch, pad_rank, processors, rank_dtype
 from .lowrank import _arrive_last
 
 _MOST = {torch.bfloat16: 128, torch.float32: 64}
@@ -276,14 +276,14 @@ def apply(
         return h, g, c
     blocks = blocks_for(inner, outer)
     config = config or config_for(blocks.lines, pad_rank(rank), work)
-    kron_chain_kernel[(ceil_div(rows, blocks.rows),)](
+    launch(
+        kron_chain_kernel, (ceil_div(rows, blocks.rows),), config.warps, config.stages,
         x, down, mix, up, bias, h, g, c,
         rows, inner, outer, n, k, rank, alpha,
         x.stride(0), x.stride(1), down.stride(0), down.stride(1), mix.stride(0), mix.stride(1),
         up.stride(0), up.stride(1),
         bias is not None, prefill, dot_precision(work), pad_rank(rank),
         blocks.rows, blocks.inner, blocks.outer, config.block_c, config.block_c,
-        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return h, g, c
 
@@ -311,12 +311,12 @@ def gradients(
     chunks = max(1, ceil_div(rows, per_chunk))
     size = max(padded * config.block_c, blocks.inner * blocks.outer)
     parts = x.new_empty(tiles * chunks * size, dtype=torch.float32) if chunks > 1 else None
-    kron_chain_grad_kernel[(tiles, chunks)](
+    launch(
+        kron_chain_grad_kernel, (tiles, chunks), config.warps, config.stages,
         dy, x, h, g, p, q, *found, parts, counter(x.device, tiles) if chunks > 1 else None,
         rows, inner, outer, n, k, rank, alpha, up_tiles, down_tiles, per_chunk, chunks,
         dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
         chunks > 1, dot_precision(h.dtype), padded, blocks.rows, blocks.inner, blocks.outer,
         config.block_v, config.block_c, size,
-        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return found  # type: ignore[return-value]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, counter, processors
+from ..launch import ceil_div, counter, launch, processors
 from .lowrank import _arrive_last
 
 
@@ -108,12 +108,12 @@ def merge(weight: Tensor | None, w1: Tensor, w2: Tensor, scale: float) -> Tensor
     if out.numel() == 0:
         return out
     block_r, block_c = 16, 256
-    kron_merge_kernel[(ceil_div(rows, block_r), ceil_div(cols, block_c))](
+    launch(
+        kron_merge_kernel, (ceil_div(rows, block_r), ceil_div(cols, block_c)), 4, 1,
         weight, w1, w2, out,
         rows, cols, k, n, scale,
         *((0, 0) if weight is None else weight.stride()), *w1.stride(), *w2.stride(),
         weight is not None, block_r, block_c,
-        num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
 
@@ -135,7 +135,8 @@ def backward(
     wanted = max(1, min(ceil_div(4 * processors(grad.device), tiles), ceil_div(pairs, several)))
     per_chunk = ceil_div(ceil_div(pairs, wanted), several) * several
     chunks = ceil_div(pairs, per_chunk)
-    kron_merge_backward_kernel[(tiles, chunks)](
+    launch(
+        kron_merge_backward_kernel, (tiles, chunks), 4, 2,
         grad, w1, w2, dw1, dw2,
         grad.new_empty(tiles * pairs, dtype=torch.float32) if want_w1 else None,
         grad.new_empty(chunks * k * n, dtype=torch.float32) if want_w2 else None,
@@ -143,6 +144,5 @@ def backward(
         outer, inner, k, n, scale, col_tiles, tiles, per_chunk, chunks,
         *grad.stride(), *w1.stride(), *w2.stride(),
         want_w1, want_w2, several, block_r, block_c, 16,
-        num_warps=4, num_stages=2,
     )  # fmt: skip
     return dw1, dw2

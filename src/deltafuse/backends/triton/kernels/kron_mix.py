@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, counter, dot_precision, processors
+from ..launch import ceil_div, counter, dot_precision, launch, processors
 from .kron_chain import block_diagonal, blocks_for, diagonal_sum
 from .lowrank import _arrive_last
 
@@ -93,7 +93,8 @@ def mix(
     programs = max(1, ceil_div(rows, max(1, per_program)))
     side = blocks.inner * blocks.outer
     block_c = 128 if simple else 32 if half or other is None else 16
-    kron_mix_kernel[(programs,)](
+    launch(
+        kron_mix_kernel, (programs,), 4 if simple else 8, 3 if simple else 2,
         x, w, bias, other, out, dw,
         None if other is None else x.new_empty(programs * side, dtype=torch.float32),
         None if other is None else counter(x.device, 1),
@@ -101,6 +102,5 @@ def mix(
         x.stride(0), x.stride(1), w.stride(0), w.stride(1),
         bias is not None, other is not None, half, dot_precision(torch.bfloat16 if half else torch.float32),
         blocks.rows, blocks.outer, blocks.inner, block_c, max(1, 4096 // side),
-        num_warps=4 if simple else 8, num_stages=3 if simple else 2,
     )  # fmt: skip
     return out, dw

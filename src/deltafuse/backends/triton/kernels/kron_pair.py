@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, counter, dot_precision, processors
+from ..launch import ceil_div, counter, dot_precision, launch, processors
 from .lowrank import _arrive_last
 
 MAX_SIDE = 128
@@ -183,13 +183,13 @@ def apply(
         return c
     padded = _pad(inner), _pad(outer), _pad(n), _pad(k)
     warps = _warps(padded, x.dtype)
-    kron_pair_kernel[(min(rows, processors(x.device) * (16 // warps)),)](
+    launch(
+        kron_pair_kernel, (min(rows, processors(x.device) * (16 // warps)),), warps, 2,
         x, w1, w2, bias, c,
         rows, inner, outer, n, k, alpha,
         x.stride(0), x.stride(1), w1.stride(0), w1.stride(1), w2.stride(0), w2.stride(1),
         bias is not None, x.dtype == torch.bfloat16,
         dot_precision(torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32), *padded,
-        num_warps=warps, num_stages=2,
     )  # fmt: skip
     return c
 
@@ -209,7 +209,8 @@ def backward(
     programs = max(1, min(rows, processors(x.device) * (12 if warps == 4 else 8) // (warps * kinds)))
     group = math.isqrt(programs)
     slots = kinds * (programs + ceil_div(programs, group))
-    kron_pair_backward_kernel[(programs * kinds,)](
+    launch(
+        kron_pair_backward_kernel, (programs * kinds,), warps, 2 if max(padded) <= 64 else 1,
         dy, x, w1, w2, c, dw1, dw2,
         x.new_empty(slots * max(padded[0] * padded[1], padded[2] * padded[3]), dtype=torch.float32),
         counter(x.device, 2 * _COUNTERS),
@@ -218,6 +219,5 @@ def backward(
         w1.stride(0), w1.stride(1), w2.stride(0), w2.stride(1),
         prefill, kinds, _COUNTERS, x.dtype == torch.bfloat16,
         dot_precision(torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32), *padded,
-        num_warps=warps, num_stages=2 if max(padded) <= 64 else 1,
     )  # fmt: skip
     return c, dw1, dw2

@@ -63,7 +63,9 @@ def merge_kernel(
     k_ok = k < K - k0
     b1_ptr += n0 * b1_rows
     a1_ptr += k0 * a1_cols
-    out = product_tile(b1_ptr, a1_ptr, n, k, n_ok, k_ok, r1, b1_rows, b1_cols, a1_rows, a1_cols, WORK, PRECISION, R, BN, BK)
+    out = product_tile(
+        b1_ptr, a1_ptr, n, k, n_ok, k_ok, r1, b1_rows, b1_cols, a1_rows, a1_cols, WORK, PRECISION, R, BN, BK
+    )
     if MODE != 0:
         b2_ptr += n0 * b2_rows
         a2_ptr += k0 * a2_cols

@@ -182,19 +182,20 @@ def norm_backward_kernel(
     rr = tl.arange(0, R)
     rank_ok = rr < r
     if place >= tiles * chunks:
-        rows = ((place - tiles * chunks) * BI + tl.arange(0, BI)).to(tl.int64)
-        rows_ok = rows < I
+        here = ((place - tiles * chunks) * BI + tl.arange(0, BI)).to(tl.int64)
+        here_ok = here < I
         if WANT_NEAR:
-            inside = rows_ok[:, None] & rank_ok[None, :]
-            v = _pull(grad_ptr, norm_ptr, magnitude_ptr, rows, rows_ok, grad_step, HAS_MAGNITUDE)
-            slope = tl.load(slope_ptr + rows[:, None] * r + rr[None, :], inside, 0.0)
-            dnear = slope * (v * alpha)[:, None]
-            tl.store(dnear_ptr + rows[:, None] * dn_rows + rr[None, :] * dn_cols,
-                     dnear.to(dnear_ptr.dtype.element_ty), inside)  # fmt: skip
+            block = here_ok[:, None] & rank_ok[None, :]
+            pull = _pull(grad_ptr, norm_ptr, magnitude_ptr, here, here_ok, grad_step, HAS_MAGNITUDE)
+            slope = tl.load(slope_ptr + here[:, None] * r + rr[None, :], block, 0.0)
+            dnear = slope * (pull * alpha)[:, None]
+            tl.store(
+                dnear_ptr + here[:, None] * dn_rows + rr[None, :] * dn_cols, dnear.to(dnear_ptr.dtype.element_ty), block
+            )
         if WANT_MAGNITUDE:
-            grad = tl.load(grad_ptr + rows * grad_step, rows_ok, 0.0).to(tl.float32)
-            dmagnitude = grad / tl.load(norm_ptr + rows, rows_ok, 1.0)
-            tl.store(dmagnitude_ptr + rows, dmagnitude.to(dmagnitude_ptr.dtype.element_ty), rows_ok)
+            grad = tl.load(grad_ptr + here * grad_step, here_ok, 0.0).to(tl.float32)
+            dmagnitude = grad / tl.load(norm_ptr + here, here_ok, 1.0)
+            tl.store(dmagnitude_ptr + here, dmagnitude.to(dmagnitude_ptr.dtype.element_ty), here_ok)
     elif WANT_FAR:
         tile = place % tiles
         chunk = place // tiles
@@ -346,8 +347,8 @@ class Config:
     stages: int
 
 
-_NARROW = {32: Config(64, 128, 4, 4), 64: Config(64, 64, 4, 3), 128: Config(64, 64, 8, 3), 256: Config(64, 32, 8, 2)}
-_WIDE = {32: Config(64, 64, 4, 3), 64: Config(64, 32, 4, 3), 128: Config(32, 32, 4, 2), 256: Config(32, 32, 8, 2)}
+_NARROW = {32: Config(64, 64, 4, 4), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3), 256: Config(32, 32, 8, 2)}
+_WIDE = {32: Config(64, 32, 4, 3), 64: Config(64, 32, 8, 3), 128: Config(32, 32, 8, 2), 256: Config(16, 32, 8, 2)}
 """Padded rank up to which -> configuration, beside 16-bit brain floats and beside anything else."""
 
 

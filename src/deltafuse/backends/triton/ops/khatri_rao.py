@@ -43,20 +43,19 @@ def backward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of the four factors, in the order of the arguments."""
     factors = (up1, down1, up2, down2)
-    grads = kernels.backward(
-        dup if needs[0] or needs[2] else None, ddown if needs[1] or needs[3] else None, *factors
-    )
+    grads = kernels.backward(dup if needs[0] or needs[2] else None, ddown if needs[1] or needs[3] else None, *factors)
     return (*map(_wanted, factors, grads, needs[:4]), None)
 
 
 def backward_fake(dup: Any, ddown: Any, *rest: Any) -> tuple[Any, ...]:
     *factors, needs = rest
-    return (*(item.new_empty(item.shape) if need else None for item, need in zip(factors, needs[:4], strict=True)), None)
+    return (
+        *(item.new_empty(item.shape) if need else None for item, need in zip(factors, needs[:4], strict=True)),
+        None,
+    )
 
 
-_run = bind(
-    Fused("khatri_rao", SCHEMA, 2, kernels.forward, fake, save, SAVED, backward, backward_fake, results=2)
-)
+_run = bind(Fused("khatri_rao", SCHEMA, 2, kernels.forward, fake, save, SAVED, backward, backward_fake, results=2))
 
 
 def khatri_rao(
