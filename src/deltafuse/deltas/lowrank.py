@@ -258,7 +258,7 @@ class Hadamard(Delta):
         return None if self.mid1 is not None else self.khatri_rao(kernels, dtype)
 
     def khatri_rao(self, kernels: Kernels | None = None, dtype: torch.dtype | None = None) -> LowRank:
-        """The same delta as a LowRank of rank r^2, its factors in ``dtype``, else in float32 or better."""
+        """The same delta as a LowRank of rank r^2, down in ``dtype``; up, and down without it, in float32 or better."""
         product = lowrank.khatri_rao if kernels is None else kernels.khatri_rao
         up, down = product(self.up1, self.down1, self.up2, self.down2, dtype)
         mid = None

@@ -108,11 +108,14 @@ def tucker_merge(up: Tensor, mid: Tensor, down: Tensor) -> Tensor:
 def khatri_rao(
     up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """up[n, i q + j] = up1[n, i] up2[n, j] and down[i q + j, k] = down1[i, k] down2[j, k], q being up2's rank."""
+    """up[n, i q + j] = up1[n, i] up2[n, j] and down[i q + j, k] = down1[i, k] down2[j, k], q being up2's rank.
+
+    down comes in ``out_dtype``, up in the accumulation dtype: scales still multiply it before it is rounded.
+    """
     work = accumulate_dtype(up1, down1, up2, down2)
     up = (up1.to(work).unsqueeze(2) * up2.to(work).unsqueeze(1)).flatten(1)
     down = (down1.to(work).unsqueeze(1) * down2.to(work).unsqueeze(0)).flatten(0, 1)
-    return rounded(up, out_dtype), rounded(down, out_dtype)
+    return up, rounded(down, out_dtype)
 
 
 def _pair(sizes: Sizes, draw: Draw, extra: int = 0) -> Pair:

@@ -141,14 +141,14 @@ def columns_backward_kernel(
             acc *= down_gain[None, :]
             tl.store(da_ptr + rr[:, None].to(tl.int64) * K + cols[None, :], acc.to(da_ptr.dtype.element_ty), inside)
     else:
-        cols = (place - x_tiles * chunks) * BC + rc
-        inside = rank_ok[:, None] & (cols < N)[None, :]
-        at = db_part_ptr + rr[:, None].to(tl.int64) * p_rows + cols[None, :]
+        here = (place - x_tiles * chunks) * BC + rc
+        block = rank_ok[:, None] & (here < N)[None, :]
+        part = db_part_ptr + rr[:, None].to(tl.int64) * p_rows + here[None, :]
         for _ in range(0, part_tiles):
-            acc += tl.load(at, inside, 0.0).to(tl.float32)
-            at += p_tiles
+            acc += tl.load(part, block, 0.0).to(tl.float32)
+            part += p_tiles
         acc *= alpha
-        tl.store(db_ptr + cols[None, :].to(tl.int64) * r + rr[:, None], acc.to(db_ptr.dtype.element_ty), inside)
+        tl.store(db_ptr + here[None, :].to(tl.int64) * r + rr[:, None], acc.to(db_ptr.dtype.element_ty), block)
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------
@@ -165,12 +165,12 @@ class Config:
 
 
 _FORWARD = {
-    True: {32: Config(32, 128, 4, 4), 64: Config(32, 128, 4, 3), 128: Config(32, 64, 8, 2), 256: Config(32, 64, 8, 2)},
-    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 4, 3), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 2)},
+    True: {32: Config(32, 128, 4, 4), 64: Config(32, 64, 4, 3), 128: Config(32, 64, 8, 2), 256: Config(32, 64, 8, 2)},
+    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 2)},
 }
 _BACKWARD = {
     True: {32: Config(32, 128, 4, 3), 64: Config(32, 64, 4, 3), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 2)},
-    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 4, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 2)},
+    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 2)},
 }
 """Whether the rank dtype has 16 bits, then the padded rank up to which -> configuration."""
 

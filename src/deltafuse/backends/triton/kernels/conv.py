@@ -162,8 +162,9 @@ class Config:
     stages: int
 
 
-def forward_config(padded: int) -> Config:
-    return Config(64, 128, min(32, padded), 4, 2)
+def forward_config(padded: int, precise: bool) -> Config:
+    """``precise``: three products for one, whose operands are held twice."""
+    return Config(64, 64 if precise else 128, min(32, padded), 4, 2)
 
 
 def grad_config(padded: int, wide: bool) -> Config:
@@ -187,12 +188,13 @@ def forward(y: Tensor, h: Tensor, up: Tensor, alpha: float, bias: Tensor | None)
         return out
     rank, channels = h.shape[1], y.shape[1]
     batch, positions = _merged(y.shape[0], y.shape[2], y, h, out)
-    config = forward_config(pad_rank(rank))
+    precision = _precision(h, y)
+    config = forward_config(pad_rank(rank), precision == "tf32x3")
     s_tiles = ceil_div(positions, config.block_s)
     conv_epilogue_kernel[(batch * s_tiles, ceil_div(channels, config.block_n))](
         y, h, up, bias, out, channels, positions, rank, s_tiles, alpha,
         *y.stride(), *h.stride(), *up.stride(), *out.stride(),
-        bias is not None, _precision(h, y), config.ranks, config.block_n, config.block_s,
+        bias is not None, precision, config.ranks, config.block_n, config.block_s,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out

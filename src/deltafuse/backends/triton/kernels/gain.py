@@ -65,7 +65,7 @@ def finish(
 @triton.jit(do_not_specialize=["M"])
 def gain_grad_kernel(
     dy_ptr, y_ptr, gain_ptr, g_ptr, sums_ptr, M, N, dy_rows, dy_cols,
-    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BN columns of G over BM rows, STEP at a time, and their sums: sums (tiles, 2, N)."""
     tile = tl.program_id(0)
@@ -74,7 +74,7 @@ def gain_grad_kernel(
     gain = tl.load(gain_ptr + rn, cols_ok, 0.0).to(tl.float32)
     with_y = tl.zeros((STEP, BN), tl.float32)
     plain = tl.zeros((STEP, BN), tl.float32)
-    for first in range(0, BM, STEP):
+    for first in tl.range(0, BM, STEP, num_stages=STAGES):
         rm = tile.to(tl.int64) * BM + first + tl.arange(0, STEP)
         inside = (rm < M)[:, None] & cols_ok[None, :]
         at = rm[:, None] * N + rn[None, :]
@@ -88,15 +88,21 @@ def gain_grad_kernel(
     tl.store(place + N, tl.sum(plain, 0), cols_ok)
 
 
-def gain_grad(dy: Tensor, y: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """(G (M, N), sums (tiles, 2, N) in float32); y is contiguous."""
+_GRAD_BLOCKS = (64, 128, 16, 4, 1)
+
+
+def gain_grad(
+    dy: Tensor, y: Tensor, gain: Tensor, blocks: tuple[int, int, int, int, int] = _GRAD_BLOCKS
+) -> tuple[Tensor, Tensor]:
+    """(G (M, N), sums (tiles, 2, N) in float32); y is contiguous. blocks: rows and columns a program, rows a step,
+    warps, pipeline stages."""
     rows, wide = dy.shape
-    block_m, block_n, step = 64, 128, 16
+    block_m, block_n, step, warps, stages = blocks
     tiles = max(1, ceil_div(rows, block_m))
     g = dy.new_empty((rows, wide))
     sums = dy.new_empty((tiles, 2, wide), dtype=torch.float32)
     launch(
-        gain_grad_kernel, (tiles, ceil_div(wide, block_n)), 4, 1,
-        dy, y, gain, g, sums, rows, wide, dy.stride(0), dy.stride(1), block_m, block_n, step,
+        gain_grad_kernel, (tiles, ceil_div(wide, block_n)), warps, stages,
+        dy, y, gain, g, sums, rows, wide, dy.stride(0), dy.stride(1), block_m, block_n, step, stages,
     )  # fmt: skip
     return g, sums

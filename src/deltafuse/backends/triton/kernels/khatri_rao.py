@@ -98,9 +98,9 @@ def khatri_rao_grad_kernel(
 
 
 def forward(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(up (N, p q), down (p q, K)) in ``dtype``."""
+    """(up (N, p q) in float32, down (p q, K) in ``dtype``)."""
     (wide, p), (q, inner) = up1.shape, down2.shape
-    up = up1.new_empty((wide, p * q), dtype=dtype)
+    up = up1.new_empty((wide, p * q), dtype=torch.float32)
     down = down1.new_empty((p * q, inner), dtype=dtype)
     if p * q == 0 or wide + inner == 0:
         return up, down

@@ -129,14 +129,18 @@ def _side(
                 if WHOLE:
                     other = tl.dot(left2.T, fixed2, input_precision=PRECISION)
                 else:
-                    other = product_tile(left2_ptr, fixed2_ptr, s, c, s_ok, c_ok, r2, left2_s, left2_r, fixed2_r, fixed2_c,
-                                  WORK, PRECISION, R, BS, BC)  # fmt: skip
+                    other = product_tile(
+                        left2_ptr, fixed2_ptr, s, c, s_ok, c_ok, r2, left2_s, left2_r, fixed2_r, fixed2_c,
+                        WORK, PRECISION, R, BS, BC,
+                    )  # fmt: skip
                 acc1 = tl.dot(left1, (grad * other).to(WORK), acc1, input_precision=PRECISION)
                 if WHOLE:
                     other = tl.dot(left1.T, fixed1, input_precision=PRECISION)
                 else:
-                    other = product_tile(left1_ptr, fixed1_ptr, s, c, s_ok, c_ok, r1, left1_s, left1_r, fixed1_r, fixed1_c,
-                                  WORK, PRECISION, R, BS, BC)  # fmt: skip
+                    other = product_tile(
+                        left1_ptr, fixed1_ptr, s, c, s_ok, c_ok, r1, left1_s, left1_r, fixed1_r, fixed1_c,
+                        WORK, PRECISION, R, BS, BC,
+                    )  # fmt: skip
                 acc2 = tl.dot(left2, (grad * other).to(WORK), acc2, input_precision=PRECISION)
             else:
                 acc1 = tl.dot(left1, dw.to(WORK), acc1, input_precision=PRECISION)
@@ -238,9 +242,12 @@ class Config:
     stages: int
 
 
-def forward_config(mode: int, padded: int) -> Config:
-    """Bound by W' itself: wide rows, and few enough accumulators for two programs a multiprocessor."""
-    return Config(64, 128 if mode == ONE else 64, min(32, padded), 4, 2)
+def forward_config(mode: int, padded: int, precise: bool) -> Config:
+    """Bound by W' itself: wide rows, and few enough accumulators for two programs a multiprocessor.
+
+    ``precise``: three products for one, whose operands are held twice.
+    """
+    return Config(64, 128 if mode == ONE and not precise else 64, min(32, padded), 4, 2)
 
 
 def grad_config(mode: int, padded: int, wide: bool) -> Config:
@@ -252,7 +259,7 @@ def grad_config(mode: int, padded: int, wide: bool) -> Config:
         return Config(64, 32, 16, 4, 2)
     if mode == PRODUCT and wide and padded > 32:
         return Config(32, 32, 16, 4, 2)
-    return Config(32, 32, min(padded, 32 if wide else 64), 8, 2)
+    return Config(32, 32, min(padded, 32 if wide or mode == SUM else 64), 8, 1 if mode == SUM else 2)
 
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -275,7 +282,7 @@ def forward(
     narrow = all(item is None or item.dtype == torch.bfloat16 for item in factors)
     precise = dot_precision(torch.float32) if out_dtype == torch.float32 else "tf32"
     rank1, rank2 = up1.shape[1], 0 if up2 is None else up2.shape[1]
-    config = config or forward_config(mode, pad_rank(max(rank1, rank2)))
+    config = config or forward_config(mode, pad_rank(max(rank1, rank2)), precise == "tf32x3")
     merge_kernel[(ceil_div(inner, config.block_c), ceil_div(wide, config.block_s))](
         weight, up1, down1, up2, down2, scalar, out,
         wide, inner, rank1, rank2, number,
@@ -324,6 +331,7 @@ def backward(
     _, chunks = chunks_for(max(wide, inner), tiles * blocks, config.block_s, dw.device)
     per_up, per_down = (ceil_div(ceil_div(side, chunks), config.block_s) * config.block_s for side in (inner, wide))
     work = rank_dtype(dw.dtype)
+    precision = "tf32" if dw.element_size() == 2 else dot_precision(work)
     held = tiles * blocks * chunks * 2 * config.ranks * config.block_c if chunks > 1 else 0
     partials = n_tiles * blocks if want_scalar else 0
     parts = dw.new_empty(held + partials, dtype=torch.float32) if held + partials > 0 else None
@@ -333,7 +341,7 @@ def backward(
         wide, inner, rank1, rank2, number, n_tiles, tiles, per_up, per_down, chunks,
         *_strides(dw, up1, down1, up2, down2),
         mode, scalar is not None, want_scalar, chunks > 1, blocks == 1,
-        _TL[work], "tf32" if dw.element_size() == 2 else dot_precision(work), config.ranks, config.block_s, config.block_c,
+        _TL[work], precision, config.ranks, config.block_s, config.block_c,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return grads

@@ -9,7 +9,7 @@ Backward   v = d norm / norm, d near = alpha v P, d far = alpha ((v near)^T W + 
            d magnitude = d gain / norm, and d norm = -d gain magnitude / norm^2
 
 Traffic: W read once each way, P (I, r) float32 written and read where near wants a gradient. Flops: 2 I J r each way
-(twice for 16-bit weights, see below). Launches: one each way; ranks above 64 have G or S computed by one more. G and S
+(twice for 16-bit weights, see below). Launches: one each way; ranks above 64 (32 before Hopper) have G or S from one more. G and S
 are recomputed by every program out of factor tiles that it reads anyway. Nothing of the weight's size is written but
 the dense weight's own gradient. Deterministic: a sum is made by one program, or by the last of several in order.
 
@@ -28,13 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, counter, launch, pad_rank, processors
+from .gemm import _device
 from .passes import arrive_last
 
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 ROOT_TINY: tl.constexpr = tl.constexpr(1.0843e-19)
 """A norm at its floor; such rows have no gradient."""
-OWN_GRAM_RANK = 64
-"""Up to here a Gram matrix fits beside a program's other sums."""
 
 
 @triton.jit
@@ -347,7 +346,7 @@ class Config:
     stages: int
 
 
-_NARROW = {32: Config(64, 64, 4, 4), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3), 256: Config(32, 32, 8, 2)}
+_NARROW = {32: Config(64, 64, 4, 4), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3), 256: Config(16, 32, 8, 2)}
 _WIDE = {32: Config(64, 32, 4, 3), 64: Config(64, 32, 8, 3), 128: Config(32, 32, 8, 2), 256: Config(16, 32, 8, 2)}
 """Padded rank up to which -> configuration, beside 16-bit brain floats and beside anything else."""
 
@@ -356,6 +355,11 @@ def pass_config(rank: int, dtype: torch.dtype) -> Config:
     """One pass over W with rank-space sums; the same both ways."""
     padded = max(32, pad_rank(rank))
     return (_NARROW if dtype == torch.bfloat16 else _WIDE)[padded]
+
+
+def _own_gram(padded: int, device: torch.device) -> bool:
+    """Whether a Gram matrix fits beside a program's other sums: Hopper's products leave more registers."""
+    return padded <= (64 if _device(device)[0] >= (9, 0) else 32)
 
 
 def split_axis(length: int, block: int, tiles: int, device: torch.device) -> tuple[int, int]:
@@ -404,7 +408,7 @@ def compose(
     slope = weight.new_empty((sides.size, rank), dtype=torch.float32) if want_slope else None
     if sides.size == 0:
         return Norms(norm, gain, slope)
-    own = padded <= OWN_GRAM_RANK
+    own = _own_gram(padded, weight.device)
     f_rows, f_cols = sides.strides[4:]
     square = None if own else _gram_of(sides.far, sides.length, rank, f_cols, f_rows)
     c = config or pass_config(rank, weight.dtype)
@@ -429,13 +433,13 @@ def _gram_of(
     """f^T f (r, r) for f (size, r), with the rows weighted by v where a gradient is given."""
     gram = f.new_empty((rank, rank), dtype=torch.float32)
     tiles = ceil_div(rank, 64) ** 2
-    share, splits = split_axis(size, 64, tiles, f.device)
+    share, splits = split_axis(size, 32, tiles, f.device)
     parts = f.new_empty(tiles * splits * 64 * 64, dtype=torch.float32) if splits > 1 else None
     launch(
-        gram_kernel, (tiles, splits), 8, 2,
+        gram_kernel, (tiles, splits), 8, 3,
         f, magnitude, norm, grad, gram, parts, counter(f.device, tiles) if splits > 1 else None,
         size, rank, share, splits, 0 if grad is None else grad.stride(0), f_rows, f_cols,
-        grad is not None, magnitude is not None, splits > 1, 64, 64,
+        grad is not None, magnitude is not None, splits > 1, 64, 32,
     )  # fmt: skip
     return gram
 
@@ -468,7 +472,7 @@ def compose_backward(
     blocks = ceil_div(sides.size, c.block_j) if dnear is not None or found.magnitude is not None else 0
     if sides.size == 0 or tiles + blocks == 0:
         return found
-    own = padded <= OWN_GRAM_RANK
+    own = _own_gram(padded, weight.device)
     n_rows, n_cols = sides.strides[2:4]
     square: Any = None
     if dfar is not None and not own:

@@ -1,7 +1,7 @@
 """The passes of kernels/passes.py for ranks at which they are matrix products like any other: the vendor's library runs
 them, a kernel only what a gain adds (one pass over dY and y).
 
-Same shapes, same results. Launches: one product for h, two for q and dB^T, one for dA, and small ones in rank space.
+Same shapes, same results. Launches: one product for h, two for q and dB, one for dA, and small ones in rank space.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def grad(
     dy: Tensor, y: Tensor | None, h: Tensor, b: Tensor, gain: Tensor | None, up_gain: Tensor | None,
     mask: Tensor | None, alpha: float, want_q: bool, want_b: bool,
 ) -> Parts:  # fmt: skip
-    """q, and dB^T as the only part there is."""
+    """q, and dY^T h (N, r) as the only part there is."""
     factor = b if up_gain is None else b * up_gain[:, None]
     q = _masked(torch.mm(dy, factor.to(dy.dtype)).mul_(alpha), mask) if want_q else h
-    up = torch.mm(h.t(), dy)[None] if want_b or gain is not None else None
+    up = torch.mm(dy.t(), h)[None] if want_b or gain is not None else None
     if gain is None:
         return Parts(q, None, up, None, 1)
     assert y is not None
@@ -55,7 +55,7 @@ def finish(
     da = torch.mm(parts.q.t(), x).to(a.dtype) if want_a else None
     if parts.up is None:
         return Grads(da, None, None, None)
-    raw = parts.up[0].t()
+    raw = parts.up[0]
     if gain is None or up_gain is None or parts.vectors is None:
         return Grads(da, (raw * alpha).to(b.dtype), None, None)
     through_up = alpha * (raw.float() * b.float()).sum(1)

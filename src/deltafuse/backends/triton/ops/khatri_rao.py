@@ -22,7 +22,7 @@ SAVED = "Tensor up1, Tensor down1, Tensor up2, Tensor down2"
 
 def fake(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rank = up1.shape[1] * up2.shape[1]
-    up = up1.new_empty((up1.shape[0], rank), dtype=out_dtype)
+    up = up1.new_empty((up1.shape[0], rank), dtype=torch.float32)
     return up, down1.new_empty((rank, down1.shape[1]), dtype=out_dtype)
 
 

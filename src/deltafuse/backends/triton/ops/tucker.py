@@ -1,7 +1,7 @@
 """Tucker deltas: the core and the down factor folded into one wide down factor, then a low-rank product.
 
-tucker_fold: one launch each way; saved: mid and down. tucker_merge: the fold and a low-rank merge, two launches each way;
-the fold's result (p, I, *k) is kept too, so backward reads dW twice and folds nothing again.
+tucker_fold: one launch each way; saved: mid and down. tucker_merge: the fold and a low-rank merge, two launches each
+way; the fold's result (p, I, *k) is kept too, so backward reads dW twice and folds nothing again.
 """
 
 from __future__ import annotations
