@@ -260,7 +260,7 @@ def test_the_report_names_it_and_the_toy_runs_on_it(echo: Echo, toy: ModuleType)
     assert deltafuse.explain(net)[0].backend == "echo"
     assert "echo" in str(deltafuse.explain(net))
     model(torch.randn(2, 5, 12))
-    assert "lowrank_down" in echo.calls
+    assert "lowrank_linear" in echo.calls
     deltafuse.unregister_backend("echo")
     assert deltafuse.explain(net)[0].backend == "torch"
 

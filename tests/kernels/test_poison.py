@@ -32,7 +32,8 @@ GUARD = 64
 """Elements on either side; their product with any element size keeps the alignment kernels may count on."""
 SIGN = 1024
 TAILS = Sizes(lead=(1, 37), inner=33, out=35, rank=3, factor=-1)
-SPLIT = Sizes(lead=(1, 130), inner=264, out=136, rank=2)
+SPLIT_ROWS = Sizes(lead=(1, 130), inner=24, out=16, rank=2)
+SPLIT_COLUMNS = Sizes(lead=(1, 3), inner=264, out=264, rank=2)
 SPLIT_WEIGHT = Sizes(inner=40, out=24, rank=2)
 """For operations on weights alone, whose work is inner times out."""
 LONG = Sizes(lead=(1, 1100), inner=24, out=16, rank=2)
@@ -93,8 +94,9 @@ def test_buffers(case: Example, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", every_example())
 def test_buffers_of_split_reductions(case: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     implementation(case.primitive)
-    with split_early():
-        check(case, SPLIT if has_rows(case) else SPLIT_WEIGHT, monkeypatch)
+    for sizes in (SPLIT_ROWS, SPLIT_COLUMNS) if has_rows(case) else (SPLIT_WEIGHT,):
+        with split_early():
+            check(case, sizes, monkeypatch)
 
 
 @pytest.mark.slow

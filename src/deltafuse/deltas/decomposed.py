@@ -145,6 +145,11 @@ class Decomposed(Delta):
     def _bypass_linear(self, inner: LowRank, call: Call, strength: Scalar) -> Tensor:
         """Base product, gain, low-rank path and bias as one primitive; norm and path share the factors."""
         assert call.weight is not None
+        if self.axis == 0 and self._composes(call.op):
+            up, number = inner.parts(1.0)
+            mask = inner.rank_mask if inner.per_sample else None
+            layer = (call.x, call.weight, call.bias, inner.down_matrix(), up, number, self.magnitude)
+            return call.kernels.decomposed_linear(*layer, strength, self.detach, mask)
         if self._composes(call.op):
             gain = self._composed_gain(call.kernels, call.weight, inner)
         else:
@@ -191,6 +196,8 @@ class Decomposed(Delta):
         return self.inner.dense_cost(op) + Cost(2.0 * op.out * op.fan_in, 12.0 * op.out * op.fan_in, 3)
 
     def uses(self, op: LayerOp) -> tuple[str, ...]:
+        if self.axis == 0 and self._composes(op) and not op.is_conv:
+            return (*self.inner.uses(op), "decomposed_linear", "decomposition_gain")
         norm = ("decomposition_gain",) if self._composes(op) else ("weight_norm", *self.inner.merge_uses(op))
         inner = self.inner.uses(op)
         if op.is_conv or not isinstance(self.inner, (LowRank, Hadamard)):

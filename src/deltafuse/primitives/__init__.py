@@ -1,9 +1,10 @@
 """Primitives: the few operations that backends implement. Importing this package defines them all."""
 
-from . import conv, gemm, kron, linear, lowrank, norms, rotation, scaling, two_sided
+from . import decomposed, conv, gemm, kron, linear, lowrank, norms, rotation, scaling, two_sided
 from .registry import Kernels, Primitive, get_primitive, kernel_table, primitives
 
 __all__ = [
+    "decomposed",
     "Kernels",
     "Primitive",
     "conv",

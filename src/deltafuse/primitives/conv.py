@@ -32,7 +32,7 @@ def conv_epilogue(y: Tensor, h: Tensor, up: Tensor, alpha: float = 1.0, bias: Te
 def _spatial(sizes: Sizes) -> tuple[int, tuple[int, ...]]:
     """(batch, spatial) out of leading sizes: one to three spatial axes."""
     batch, spatial = sizes.lead[0], sizes.lead[1:]
-    return batch, tuple(spatial[:3]) or (1,)
+    return batch, tuple(max(1, side) for side in spatial[:3]) or (1,)
 
 
 def _maps(sizes: Sizes, draw: Draw, last: bool) -> tuple[Tensor, Tensor]:

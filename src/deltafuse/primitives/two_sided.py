@@ -46,3 +46,10 @@ def _plain(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
 @example("glora_linear", "bias, ranks differ")
 def _bias(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
     return *_call(sizes, draw, True, sizes.rank + 3), -0.3
+
+
+@example("glora_linear", "factors of two dtypes")
+def _mixed(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
+    x, weight, bias, a_up, a_down, b_up, b_down, alpha = _plain(sizes, draw)
+    narrow = [item.detach().to(draw.dtype).requires_grad_() for item in (a_down, b_down)]
+    return x, weight, bias, a_up, narrow[0], b_up, narrow[1], alpha

@@ -30,6 +30,7 @@ OPERATIONS = {
     "channel_scale": "channel_scale",
     "scaled_add": "scaled_add",
     "columns_linear": "columns_linear",
+    "decomposed_linear": "decomposed_linear",
     "decomposition_gain": "norms",
     "norm_compose": "norms",
     "weight_norm": "norms",

@@ -69,6 +69,22 @@ def counter(device: torch.device, count: int) -> Tensor:
     return held
 
 
+_scratch: dict[tuple[int, int], Tensor] = {}
+_MAX_SCRATCH = 16 << 20
+
+
+def scratch(device: torch.device, count: int) -> Tensor:
+    """At least ``count`` float32 that live for one launch: one buffer per device and stream, as :func:`counter`."""
+    if device.type != "cuda" or count > _MAX_SCRATCH or torch.cuda.is_current_stream_capturing():
+        return torch.empty(count, dtype=torch.float32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    held = _scratch.get((index, stream))
+    if held is None or held.numel() < count:
+        held = _scratch[index, stream] = torch.empty(max(1 << 20, count), dtype=torch.float32, device=device)
+    return held
+
+
 # -- bound launchers --------------------------------------------------------------------------------------------------
 # Triton's own launch binds a signature, specializes every argument and hashes the result: some 40 us of host time for a
 # kernel of thirty arguments on a slow host. Here one tuple finds the compiled kernel, and its C launcher is called with

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, rank_dtype
+from ..launch import MAX_KERNEL_RANK, ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, rank_dtype
 from .norms import split_axis
 from .passes import Parts, arrive_last
 
@@ -166,13 +166,18 @@ class Config:
 
 _FORWARD = {
     True: {32: Config(32, 128, 4, 4), 64: Config(32, 64, 4, 3), 128: Config(32, 64, 8, 2), 256: Config(32, 64, 8, 2)},
-    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 2)},
+    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2)},
 }
 _BACKWARD = {
     True: {32: Config(32, 128, 4, 3), 64: Config(32, 64, 4, 3), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 2)},
-    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2), 128: Config(32, 32, 8, 2), 256: Config(32, 32, 8, 2)},
+    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2)},
 }
 """Whether the rank dtype has 16 bits, then the padded rank up to which -> configuration."""
+
+
+def takes(rank: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels run this rank beside a layer in ``dtype``: three-part products need the registers for it."""
+    return 0 < rank <= (MAX_KERNEL_RANK if dtype == torch.bfloat16 else 64)
 
 
 def _config(table: dict[bool, dict[int, Config]], rank: int, dtype: torch.dtype) -> Config:

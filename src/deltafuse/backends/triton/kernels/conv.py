@@ -164,7 +164,7 @@ class Config:
 
 def forward_config(padded: int, precise: bool) -> Config:
     """``precise``: three products for one, whose operands are held twice."""
-    return Config(64, 64 if precise else 128, min(32, padded), 4, 2)
+    return Config(32 if precise else 64, 64 if precise else 128, min(32, padded), 4, 2)
 
 
 def grad_config(padded: int, wide: bool) -> Config:

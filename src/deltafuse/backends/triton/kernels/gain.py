@@ -88,7 +88,7 @@ def gain_grad_kernel(
     tl.store(place + N, tl.sum(plain, 0), cols_ok)
 
 
-_GRAD_BLOCKS = (64, 128, 16, 4, 1)
+_GRAD_BLOCKS = (64, 128, 64, 4, 1)
 
 
 def gain_grad(

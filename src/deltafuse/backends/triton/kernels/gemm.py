@@ -200,7 +200,8 @@ def gemm_epilogue_tma_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     SUBTILE: tl.constexpr, TMA_STORE: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes each num_programs-th tile of y. a_tiles and b_tiles are descriptors, y_tiles is one where TMA_STORE."""
+    """Every program takes each num_programs-th tile of y. a_tiles and b_tiles are descriptors; so is y_tiles where
+    TMA_STORE."""
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         row, col = _tile_of(tile, M, N, BM, BN, GROUP)
@@ -333,22 +334,25 @@ def default_config(
     device_capability: tuple[int, int],
     tma: bool | None = None,
     multiprocessors: int = 132,
+    crowded: bool = False,
 ) -> Config:
-    """The candidate whose tiles, in whole rounds over the multiprocessors, should finish first."""
+    """The candidate whose tiles, in whole rounds over the multiprocessors, should finish first. ``crowded``: factors
+    in float32, or of a rank whose rows do not start on whole vectors, need registers the widest tile does not leave."""
 
     def rounds(pair: tuple[Config, float]) -> float:
         config, rate = pair
         tiles = ceil_div(M, config.block_m) * ceil_div(N, config.block_n)
         return ceil_div(tiles, multiprocessors) * config.block_m * config.block_n / rate
 
-    return min(_rated(N, K, dtype, device_capability, tma), key=rounds)[0]
+    rated = _rated(N, K, dtype, device_capability, tma)
+    return min([pair for pair in rated if pair[0].subtile] or rated if crowded else rated, key=rounds)[0]
 
 
 def _rank_blocks(config: Config, r: int, h_itemsize: int) -> tuple[int, bool]:
     """Ranks per step, and whether the factors are loaded ahead of the main loop."""
     # 32 registers a thread for the longer factor is what a full accumulator leaves; splitting float32 takes more
     fitting = (32 if h_itemsize == 2 else 8) * 32 * config.warps // max(config.block_m, config.block_n)
-    chunk = max(16, min(pad_rank(max(1, r)), fitting, 64))
+    chunk = max(16, min(pad_rank(max(1, r)), fitting, 64)) if r % 16 == 0 else 16
     early = 0 < r <= 16 and h_itemsize == 2 and not config.flatten
     return chunk, early
 
@@ -443,7 +447,8 @@ def _settle(
     capability, sms = _device(a.device)
     tma = _has_tma(capability) and _takes_tma(a) and _takes_tma(b)
     if config is None or (config.tma and not tma):
-        config = default_config(M, N, K, a.dtype, capability, tma, sms)
+        crowded = h is not None and (h.dtype != a.dtype or r % 16 != 0)
+        config = default_config(M, N, K, a.dtype, capability, tma, sms, crowded)
     base = "tf32" if a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     chunk, early = _rank_blocks(config, r, 0 if h is None else h.dtype.itemsize)
     bias, gain, up_gain = vectors

@@ -142,11 +142,11 @@ def glora_columns_kernel(
                 acc = tl.zeros((R, BC), tl.float32)
                 for other in range(0, chunks):
                     acc += tl.load(parts + other * R * BC, cache_modifier=".cg")
-            at = first_ptr + rr[:, None].to(tl.int64) * first_rank + wide_cols * first_col
-            tl.store(at, acc.to(first_ptr.dtype.element_ty), first_ok & cols_ok)
+            first_at = first_ptr + rr[:, None].to(tl.int64) * first_rank + wide_cols * first_col
+            tl.store(first_at, acc.to(first_ptr.dtype.element_ty), first_ok & cols_ok)
             if TWO:
-                at = second_ptr + (rr - r1)[:, None].to(tl.int64) * K + wide_cols
-                tl.store(at, acc.to(second_ptr.dtype.element_ty), second_ok & cols_ok)
+                second_at = second_ptr + (rr - r1)[:, None].to(tl.int64) * K + wide_cols
+                tl.store(second_at, acc.to(second_ptr.dtype.element_ty), second_ok & cols_ok)
     else:
         if WANT_UP:
             cols = (place - col_tiles * chunks) * BC + tl.arange(0, BC)
@@ -158,8 +158,8 @@ def glora_columns_kernel(
                 parts += R * N
             acc *= alpha
             tl.store(s_ptr + wide * r1 + rr[:, None], acc.to(s_ptr.dtype.element_ty), first_ok & cols_ok)
-            at = b_up_ptr + wide * (r - r1) + (rr - r1)[:, None]
-            tl.store(at, acc.to(b_up_ptr.dtype.element_ty), second_ok & cols_ok)
+            b_at = b_up_ptr + wide * (r - r1) + (rr - r1)[:, None]
+            tl.store(b_at, acc.to(b_up_ptr.dtype.element_ty), second_ok & cols_ok)
 
 
 @dataclass(frozen=True)

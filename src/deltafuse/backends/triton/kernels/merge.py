@@ -4,11 +4,11 @@ Forward   W' = [W +] s P,  P = B1 A1,  (B1 A1) * (B2 A2)  or  B1 A1 + B2 A2
 Backward  T = dW' * (the other side's product), or dW' itself;  dB = s T A^T,  dA = s B^T T,  d s = sum dW' * P
 
 Shapes: W, W' and dW' (N, K), B (N, r), A (r, K), s a number times an optional 0-d tensor.
-Traffic: forward reads W once and writes W' once, 2 N K elements; backward reads dW' twice (row blocks for the ups, column
-blocks for the downs). Flops: 2 N K r a pair forward; backward 4 N K r a pair and for the Hadamard product 8. One launch
-each. Recomputed: both products' tiles in the Hadamard backward; nothing of N x K size is kept. Deterministic: each
-output element is summed by one program in a fixed order; where a reduction is split, the last program to finish adds the
-parts in order.
+Traffic: forward reads W once and writes W' once, 2 N K elements; backward reads dW' twice (row blocks for the ups,
+column blocks for the downs; each block of ranks again where ranks are many). Flops: 2 N K r a pair forward; backward
+4 N K r a pair and for the Hadamard product 8. One launch each. Recomputed: both products' tiles in the Hadamard
+backward; nothing of N x K size is kept. Deterministic: each output element is summed by one program in a fixed order;
+where a reduction is split, the last program to finish adds the parts in order.
 
 Precision: sums are float32. Forward multiplies the factors as float32 (bfloat16 ones as they are), tf32 where W' is
 rounded to 16 bits; backward multiplies in the rank dtype beside dW'.

@@ -8,10 +8,11 @@ Forward    norm_i^2 = |W_i|^2 + alpha <near_i, (W far^T)_i + P_i>, gain = magnit
 Backward   v = d norm / norm, d near = alpha v P, d far = alpha ((v near)^T W + alpha S far) with S = near^T (v near),
            d magnitude = d gain / norm, and d norm = -d gain magnitude / norm^2
 
-Traffic: W read once each way, P (I, r) float32 written and read where near wants a gradient. Flops: 2 I J r each way
-(twice for 16-bit weights, see below). Launches: one each way; ranks above 64 (32 before Hopper) have G or S from one more. G and S
-are recomputed by every program out of factor tiles that it reads anyway. Nothing of the weight's size is written but
-the dense weight's own gradient. Deterministic: a sum is made by one program, or by the last of several in order.
+Traffic: W read once each way, P (I, r) float32 written and read where near wants a gradient. Flops: 2 I J r each way,
+twice that beside bfloat16 and three times beside others. Launches: one each way; ranks above 64 (32 before Hopper) have
+G or S from one more, otherwise every program recomputes them out of factor tiles that it reads anyway. Nothing of the
+weight's size is written but the dense weight's own gradient. Deterministic: a sum is made by one program, or by the
+last of several in order.
 
 Precision: sums of squares in float32. Beside bfloat16 a factor enters products as its high and low halves, which keeps
 16 bits of it; beside float16 and float32 as three tf32 products, which keeps all. A weight's row is exact either way.
@@ -56,20 +57,6 @@ def _project(w, f, acc):
 
 
 @triton.jit
-def _gram(f, g, acc, NARROW: tl.constexpr):
-    """acc + f^T g for float32 f and g; NARROW: out of bfloat16 halves."""
-    if NARROW:
-        f_high, f_low = _halves(f)
-        g_high, g_low = _halves(g)
-        acc = tl.dot(f_high.T, g_high, acc)
-        acc = tl.dot(f_high.T, g_low, acc)
-        acc = tl.dot(f_low.T, g_high, acc)
-    else:
-        acc = tl.dot(f.T, g, acc, input_precision="tf32x3")
-    return acc
-
-
-@triton.jit
 def _times_stored(f_ptr, at, ok, f_rows, f_cols, gram_ptr, r, R: tl.constexpr, RC: tl.constexpr, B: tl.constexpr):
     """f G for B rows ``at`` of f and a stored G (r, r), RC of the inner axis a step."""
     acc = tl.zeros((B, R), tl.float32)
@@ -102,7 +89,6 @@ def norm_forward_kernel(
     """Norms, gains and P of BI rows, over one share of J."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    NARROW: tl.constexpr = w_ptr.dtype.element_ty == tl.bfloat16
     ri = tl.arange(0, BI)
     rr = tl.arange(0, R)
     rows = (tile * BI + ri).to(tl.int64)
@@ -123,7 +109,7 @@ def norm_forward_kernel(
         squares += exact * exact
         cross = _project(w, f, cross)
         if OWN_GRAM:
-            gram = _gram(f, f, gram, NARROW)
+            gram = tl.dot(f.T, f, gram, input_precision="tf32x3")
     total = tl.sum(squares, 1)
     if SPLIT:
         # parts: (tiles, splits, BI + BI R + R R)
@@ -177,7 +163,6 @@ def norm_backward_kernel(
     """Programs below ``tiles * chunks``: BJ columns of d far over a chunk of rows. The others: BI rows of d near and of
     d magnitude."""
     place = tl.program_id(0)
-    NARROW: tl.constexpr = w_ptr.dtype.element_ty == tl.bfloat16
     rr = tl.arange(0, R)
     rank_ok = rr < r
     if place >= tiles * chunks:
@@ -216,7 +201,7 @@ def norm_backward_kernel(
             pulled = near * v[:, None]
             acc = _project(w, pulled, acc)
             if OWN_GRAM:
-                square = _gram(near, pulled, square, NARROW)
+                square = tl.dot(near.T, pulled, square, input_precision="tf32x3")
         if SPLIT:
             # parts: (tiles, chunks, BJ R + R R)
             EACH: tl.constexpr = BJ * R + R * R if OWN_GRAM else BJ * R

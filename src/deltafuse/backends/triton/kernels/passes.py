@@ -36,6 +36,7 @@ from ..launch import (
     pad_rank,
     processors,
     rank_dtype,
+    scratch,
 )
 from ..tuning import Key, Tunable, stretched
 from .gain import gain_grad
@@ -186,12 +187,12 @@ def lowrank_finish_kernel(
         with_y = tl.zeros((BC,), tl.float32)
         plain = tl.zeros((BC,), tl.float32)
         at = db_part_ptr + rr[:, None] * N + cols[None, :]
-        for _ in range(0, tiles):
+        for _ in tl.range(0, tiles, loop_unroll_factor=4):
             acc += tl.load(at, inside, 0.0)
             at += R * N
         if HAS_GAIN:
             sums = vector_part_ptr + cols
-            for _ in range(0, sum_tiles):
+            for _ in tl.range(0, sum_tiles, loop_unroll_factor=4):
                 with_y += tl.load(sums, cols_ok, 0.0)
                 plain += tl.load(sums + N, cols_ok, 0.0)
                 sums += 2 * N
@@ -222,19 +223,30 @@ class Config:
     split: int = 0
 
 
-def down_config(rank: int, itemsize: int) -> Config:
-    """A block of x a step large enough that the copies in flight cover the memory's latency."""
-    return Config(64, 256 // itemsize, 8, 4 if itemsize == 2 else 3) if rank <= 64 else Config(32, 64, 4, 3)
+def down_config(rank: int, dtype: torch.dtype) -> Config:
+    """A block of x a step large enough that the copies in flight cover the memory's latency, as far as registers hold
+    the ranks: beside float16 and float32 these are float32, three products each."""
+    if dtype == torch.bfloat16:
+        return Config(64, 128, 8, 4) if rank <= 64 else Config(32, 64, 4, 2)
+    if rank <= 64:
+        return Config(64, 64, 4, 4)
+    return Config(64, 64, 8, 3) if rank <= 128 else Config(32, 32, 4, 2)
 
 
-def grad_config(rank: int, itemsize: int) -> Config:
+def grad_config(rank: int, dtype: torch.dtype) -> Config:
     """As tall as registers allow: a part of dB is written per block of rows."""
-    return Config(128, 256 // itemsize, 8, 3) if rank <= 32 else Config(64, 32, 8, 2)
+    if dtype == torch.bfloat16:
+        return Config(128, 128, 8, 3) if rank <= 32 else Config(64, 64, 8, 3) if rank <= 64 else Config(32, 32, 8, 3)
+    return Config(64, 64, 8, 4) if rank <= 16 else Config(32, 32, 8, 3)
 
 
-def finish_config(rank: int, itemsize: int) -> Config:
+def finish_config(rank: int, dtype: torch.dtype) -> Config:
     """Columns are the parallel axis, rows the reduction."""
-    return Config(128, 128 // itemsize, 8, 3) if rank <= 64 else Config(64, 32, 4, 2)
+    if rank <= 16:
+        return Config(128, 64, 8, 3)
+    if rank <= 64:
+        return Config(128, 64, 8, 3) if dtype == torch.bfloat16 else Config(64, 64, 4, 4)
+    return Config(32, 32, 4, 3) if rank <= 128 else Config(64, 32, 8, 3)
 
 
 def _share(length: int, block: int, tiles: int, split: int, device: torch.device) -> tuple[int, int]:
@@ -301,15 +313,13 @@ def _stretch_finish(args: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
     return replace(parts, q=stretched(parts.q, rows)), *rest
 
 
-DOWN = Tunable(
-    "lowrank_down", 1, Config, lambda key: down_config(key[4], key[1].itemsize), _down_candidates, unset=(2,)
-)
+DOWN = Tunable("lowrank_down", 1, Config, lambda key: down_config(key[4], key[1]), _down_candidates, unset=(2,))
 GRAD = Tunable(
-    "lowrank_grad", 1, Config, lambda key: grad_config(key[4], key[1].itemsize), _grad_candidates,
+    "lowrank_grad", 1, Config, lambda key: grad_config(key[4], key[1]), _grad_candidates,
     row_args=(0, 1, 2), unset=(6,),
 )  # fmt: skip
 FINISH = Tunable(
-    "lowrank_finish", 1, Config, lambda key: finish_config(key[5], key[1].itemsize), _finish_candidates,
+    "lowrank_finish", 1, Config, lambda key: finish_config(key[5], key[1]), _finish_candidates,
     row_args=(1,), stretch=_stretch_finish,
 )  # fmt: skip
 
@@ -326,12 +336,12 @@ def down(x: Tensor, a: Tensor, mask: Tensor | None, config: Config | None = None
         ready = _settle_down(x, a, mask, config)
         if config is None:
             keep(_downs, key, ready)
-    start, tiles, scratch, dtype = ready
+    start, tiles, space, dtype = ready
     h = x.new_empty((x.shape[0], a.shape[0]), dtype=dtype)
     if tiles == 0:
         return h
-    if scratch:
-        start(x, a, mask, h, x.new_empty(scratch, dtype=torch.float32), counter(x.device, tiles))
+    if space:
+        start(x, a, mask, h, scratch(x.device, space), counter(x.device, tiles))
     else:
         start(x, a, mask, h, None, None)
     return h
@@ -389,12 +399,11 @@ def grad(
         ready = _settle_grad((dy, y, h, b, None, up_gain, mask, alpha, want_q, want_b), config)
         if config is None:
             keep(_grads, key, ready)
-    start, tiles, padded, scratch = ready
+    start, tiles, padded, space = ready
     q = torch.empty_like(h)
     up = dy.new_empty((tiles, padded, b.shape[0]), dtype=torch.float32) if want_b else None
-    if scratch:
-        parts = dy.new_empty(scratch, dtype=torch.float32)
-        start(dy, h, b, up_gain, mask, q, up, parts, counter(dy.device, tiles))
+    if space:
+        start(dy, h, b, up_gain, mask, q, up, scratch(dy.device, space), counter(dy.device, tiles))
     else:
         start(dy, h, b, up_gain, mask, q, up, None, None)
     return Parts(q, g, up, sums, tiles)
@@ -450,17 +459,16 @@ def finish(
         ready = _settle_finish((parts, x, a, b, bias, gain, up_gain, alpha, want_a), config)
         if config is None:
             keep(_finishes, key, ready)
-    start, x_tiles, scratch = ready
+    start, x_tiles, space = ready
     if start is None:
         return Grads(None, None, None, None)
     da = a.new_empty(a.shape) if want_a else None
     db = b.new_empty(b.shape) if want_b else None
     dgain = None if gain is None else torch.empty_like(gain)
     dup_gain = None if up_gain is None else torch.empty_like(up_gain)
-    space = x.new_empty(scratch, dtype=torch.float32) if scratch else None
     start(
-        x, parts.q, b, bias, gain, up_gain, parts.up, sums, da, db, dgain, dup_gain, space,
-        counter(x.device, x_tiles) if scratch else None,
+        x, parts.q, b, bias, gain, up_gain, parts.up, sums, da, db, dgain, dup_gain,
+        scratch(x.device, space) if space else None, counter(x.device, x_tiles) if space else None,
     )  # fmt: skip
     return Grads(da, db, dgain, dup_gain)
 

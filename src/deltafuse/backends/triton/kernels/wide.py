@@ -21,6 +21,11 @@ def applies(rank: int, dtype: torch.dtype) -> bool:
     return rank > KERNEL_RANK and dtype != torch.float16
 
 
+def _scaled_product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """alpha a b in one launch."""
+    return torch.mm(a, b) if alpha == 1 else torch.addmm(a.new_empty(1), a, b, beta=0, alpha=alpha)
+
+
 def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return rows
@@ -36,12 +41,13 @@ def grad(
     dy: Tensor, y: Tensor | None, h: Tensor, b: Tensor, gain: Tensor | None, up_gain: Tensor | None,
     mask: Tensor | None, alpha: float, want_q: bool, want_b: bool,
 ) -> Parts:  # fmt: skip
-    """q, and dY^T h (N, r) as the only part there is."""
+    """q, and alpha dY^T h (N, r), without alpha beside a gain, as the only part there is."""
     factor = b if up_gain is None else b * up_gain[:, None]
-    q = _masked(torch.mm(dy, factor.to(dy.dtype)).mul_(alpha), mask) if want_q else h
-    up = torch.mm(dy.t(), h)[None] if want_b or gain is not None else None
+    q = _masked(_scaled_product(dy, factor.to(dy.dtype), alpha), mask) if want_q else h
     if gain is None:
+        up = _scaled_product(dy.t(), h, alpha)[None] if want_b else None
         return Parts(q, None, up, None, 1)
+    up = torch.mm(dy.t(), h)[None]
     assert y is not None
     g, sums = gain_grad(dy, y, gain)
     return Parts(q, g, up, sums, 1)
@@ -57,7 +63,7 @@ def finish(
         return Grads(da, None, None, None)
     raw = parts.up[0]
     if gain is None or up_gain is None or parts.vectors is None:
-        return Grads(da, (raw * alpha).to(b.dtype), None, None)
+        return Grads(da, raw.to(b.dtype), None, None)
     through_up = alpha * (raw.float() * b.float()).sum(1)
     with_y, plain = parts.vectors.sum(0)
     total = with_y - up_gain * through_up

@@ -18,7 +18,7 @@ from ....core.precision import compute_dtype
 from ....primitives.linear import columns_linear as reference
 from ..binding import Fused, bind
 from ..kernels import columns
-from ..launch import MAX_KERNEL_RANK, rank_dtype
+from ..launch import rank_dtype
 from ..products import with_lowrank
 from .lowrank_linear import _flat, _runner
 
@@ -89,8 +89,8 @@ def columns_linear(
     down_gain: Tensor | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The primitive of the same name; a rank beyond the kernels' and float64 gains run the reference."""
-    if not 0 < down.shape[0] <= MAX_KERNEL_RANK or gain.dtype == torch.float64:
-        return reference(x, weight, bias, down, up, alpha, gain, down_gain, mask)
     work = compute_dtype(x)
+    if not columns.takes(down.shape[0], work) or gain.dtype == torch.float64:
+        return reference(x, weight, bias, down, up, alpha, gain, down_gain, mask)
     mask = None if mask is None else mask.contiguous()
     return _run(x.to(work), weight.to(work), bias, down, up, float(alpha), gain, down_gain, mask)
