@@ -19,20 +19,24 @@ OP_TAIL = ("floor us", "launches", "error")
 COLUMNS = ("deltafuse", "deltafuse, compiled", "lycoris default", "lycoris bypass")
 
 
-def cell(arm: dict[str, Any] | None, frozen: float) -> str:
-    """Milliseconds, ratio to the frozen step and peak of one arm, or why it has none."""
+def cell(arm: dict[str, Any] | None, frozen: dict[str, Any]) -> str:
+    """Wall milliseconds and their ratio to the frozen step, device milliseconds and theirs, and peak, or why none."""
     if arm is None:
         return "not run"
     if not arm["samples"]:
         return "fails: " + arm["error"].partition(": ")[2][:60]
     ms = median(arm)
-    return f"{ms:.1f} ms, {ms / frozen:.2f}x, {arm['peak_mb']:.0f} MB"
+    wall = f"{ms:.1f} ms, {ms / median(frozen):.2f}x"
+    device = arm.get("device_ms", 0.0)
+    if device and frozen.get("device_ms"):
+        wall += f"; device {device:.1f} ms, {device / frozen['device_ms']:.2f}x"
+    return f"{wall}; {arm['peak_mb']:.0f} MB"
 
 
 def table(records: list[dict[str, Any]]) -> str:
     """The step table of one card's files, every row shown; each ratio is to the frozen step of its own file."""
     facts, dimensions = records[0]["provenance"], shape(records[0]["shape"])
-    frozen = " and ".join(cell(found["frozen"], median(found["frozen"])) for found in map(by_name, records))
+    frozen = " and ".join(cell(found["frozen"], found["frozen"]) for found in map(by_name, records))
     lines = [
         f"{facts['card']}, torch {facts['torch']}, {dimensions}. Frozen step (one a run): {frozen}.",
         "",
@@ -40,7 +44,7 @@ def table(records: list[dict[str, Any]]) -> str:
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
     for found in map(by_name, records):
-        base = median(found["frozen"])
+        base = found["frozen"]
         for name in dict.fromkeys(name.partition(" | ")[0] for name in found if " | " in name):
             cells = (cell(found.get(f"{name} | {key}"), base) for key in COLUMNS)
             lines.append(f"| {name} | " + " | ".join(cells) + " |")

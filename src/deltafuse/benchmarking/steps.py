@@ -79,6 +79,8 @@ class Arm:
     samples: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
+    device_ms: float = 0.0
+    launches: float = 0.0
     error: str = ""
 
 
@@ -194,6 +196,24 @@ def measure(runner: Runner, arm: Arm, steps: int, device: str) -> None:
         arm.peak_mb = (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+PROFILED = 3
+
+
+def profile_device(runner: Runner, arm: Arm) -> None:
+    """Device milliseconds and kernels of a step, from the profiler: what is left when the host is never waited for."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED):
+            runner.step()
+            runner.clear()
+        torch.cuda.synchronize()
+    rows = [item for item in found.key_averages() if item.self_device_time_total > 0]
+    arm.device_ms = sum(item.self_device_time_total for item in rows) / PROFILED / 1e3
+    arm.launches = sum(item.count for item in rows) / PROFILED
+
+
 def arms(compiled: bool, only: set[str]) -> list[Arm]:
     """Every arm, frozen first."""
     peer = importlib.util.find_spec("lycoris") is not None
@@ -225,6 +245,10 @@ def run_arm(arm: Arm, frozen: Arm, shape: Shape, device: str, steps: int, rounds
         random.shuffle(runners)
         for runner, target in runners:
             measure(runner, target, steps, device)
+    if device == "cuda":
+        for runner, target in runners:
+            if target.device_ms == 0:
+                profile_device(runner, target)
 
 
 @dataclass
@@ -286,7 +310,10 @@ def _run(options: Options, shape: Shape) -> list[Arm]:
         base = statistics.median(reference.samples) if reference.samples else float("nan")
         ms = statistics.median(target.samples) if target.samples else float("nan")
         save(options, shape, done)
+        host = statistics.median(target.host) if target.host else float("nan")
         print(
-            f"{target.name:34s} {ms:8.2f} ms {ms / base:6.3f}x peak {target.peak_mb:7.0f} MB {target.error}", flush=True
+            f"{target.name:34s} {ms:8.2f} ms {ms / base:6.3f}x device {target.device_ms:6.2f} host {host:6.2f} "
+            f"peak {target.peak_mb:7.0f} MB {target.error}",
+            flush=True,
         )
     return done

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.precision import accumulate_dtype, branch_dtype, compute_dtype
 from .examples import Draw, Sizes, example
-from .gemm import product
+from .gemm import plain_math, product
 from .registry import primitive
 
 
@@ -78,12 +78,13 @@ def lowrank_merge(
     ``pairs``, added to ``weight`` (N, K) where given."""
     work = accumulate_dtype(weight, *(factor for pair in pairs for factor in pair))
     (up, down), *rest = pairs
-    if not rest and weight is not None and isinstance(scale, (int, float)):
-        return rounded(torch.addmm(weight.to(work), up.to(work), down.to(work), alpha=scale), out_dtype)
-    delta = up.to(work) @ down.to(work)
-    for other_up, other_down in rest:
-        other = other_up.to(work) @ other_down.to(work)
-        delta = delta + other if mode == "sum" else delta * other
+    with plain_math(up):
+        if not rest and weight is not None and isinstance(scale, (int, float)):
+            return rounded(torch.addmm(weight.to(work), up.to(work), down.to(work), alpha=scale), out_dtype)
+        delta = up.to(work) @ down.to(work)
+        for other_up, other_down in rest:
+            other = other_up.to(work) @ other_down.to(work)
+            delta = delta + other if mode == "sum" else delta * other
     delta = delta * scale
     return rounded(delta if weight is None else weight.to(work) + delta, out_dtype)
 
@@ -92,7 +93,8 @@ def lowrank_merge(
 def tucker_fold(mid: Tensor, down: Tensor) -> Tensor:
     """mid (p, q, *k), down (q, I) -> (p, I, *k)."""
     work = accumulate_dtype(mid, down)
-    inner = torch.einsum("pqk,qi->pik", mid.to(work).flatten(2), down.to(work))
+    with plain_math(mid):
+        inner = torch.einsum("pqk,qi->pik", mid.to(work).flatten(2), down.to(work))
     return inner.unflatten(2, mid.shape[2:])
 
 
@@ -101,7 +103,8 @@ def tucker_merge(up: Tensor, mid: Tensor, down: Tensor) -> Tensor:
     """up (N, p), mid (p, q, *k), down (q, I) -> (N, I, *k)."""
     work = accumulate_dtype(up, mid, down)
     inner = tucker_fold(mid.to(work), down.to(work))
-    return (up.to(work) @ inner.flatten(1)).unflatten(1, inner.shape[1:])
+    with plain_math(up):
+        return (up.to(work) @ inner.flatten(1)).unflatten(1, inner.shape[1:])
 
 
 @primitive("both factors of (B1 A1) * (B2 A2) as one product of rank r1 r2")
@@ -128,9 +131,9 @@ def _merge_rounded(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
     return draw.weight(sizes.out, sizes.inner), (_pair(sizes, draw),), 0.7, "product", draw.dtype
 
 
-@example("lowrank_merge", "one pair, tensor scale")
+@example("lowrank_merge", "one pair, W, tensor scale")
 def _merge_scaled(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
-    return None, (_pair(sizes, draw),), draw.positive()
+    return draw.weight(sizes.out, sizes.inner), (_pair(sizes, draw),), draw.positive()
 
 
 @example("lowrank_merge", "Hadamard, W, rounded")
@@ -147,8 +150,8 @@ def _merge_hadamard_scaled(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
 
 @example("lowrank_merge", "sum, W, tensor scale, rounded")
 def _merge_sum(sizes: Sizes, draw: Draw) -> tuple[Any, ...]:
-    pairs = (_pair(sizes, draw), _pair(sizes, draw, 1))
-    return draw.weight(sizes.out, sizes.inner), pairs, draw.positive(), "sum", draw.dtype
+    scale, pairs = draw.positive(), (_pair(sizes, draw), _pair(sizes, draw, 1))
+    return draw.weight(sizes.out, sizes.inner), pairs, scale, "sum", draw.dtype
 
 
 @example("tucker_fold", "3x3 core")

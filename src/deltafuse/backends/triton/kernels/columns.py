@@ -164,15 +164,18 @@ class Config:
     stages: int
 
 
+_WIDE_RANK = Config(32, 64, 8, 2)
 _FORWARD = {
-    True: {32: Config(32, 128, 4, 4), 64: Config(32, 64, 4, 3), 128: Config(32, 64, 8, 2), 256: Config(32, 64, 8, 2)},
-    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2)},
-}
+    True: {16: Config(32, 128, 4, 4), 32: Config(32, 128, 4, 4), 64: Config(32, 64, 4, 3), 128: _WIDE_RANK,
+           256: _WIDE_RANK},
+    False: {16: Config(32, 64, 4, 3), 32: Config(32, 64, 8, 2), 64: Config(32, 64, 8, 2)},
+}  # fmt: skip
 _BACKWARD = {
-    True: {32: Config(32, 128, 4, 3), 64: Config(32, 64, 4, 3), 128: Config(32, 64, 8, 2), 256: Config(32, 32, 8, 2)},
-    False: {32: Config(32, 64, 4, 3), 64: Config(32, 64, 8, 2)},
-}
-"""Whether the rank dtype has 16 bits, then the padded rank up to which -> configuration."""
+    True: {16: Config(32, 128, 4, 3), 32: Config(32, 64, 4, 3), 64: Config(32, 64, 4, 3), 128: _WIDE_RANK,
+           256: Config(32, 32, 8, 2)},
+    False: {16: Config(32, 64, 4, 3), 32: Config(32, 64, 8, 2), 64: Config(32, 32, 8, 2)},
+}  # fmt: skip
+"""Whether the rank dtype has 16 bits, then the padded rank -> configuration."""
 
 
 def takes(rank: int, dtype: torch.dtype) -> bool:
@@ -181,7 +184,7 @@ def takes(rank: int, dtype: torch.dtype) -> bool:
 
 
 def _config(table: dict[bool, dict[int, Config]], rank: int, dtype: torch.dtype) -> Config:
-    return table[dtype == torch.bfloat16][max(32, pad_rank(rank))]
+    return table[dtype == torch.bfloat16][pad_rank(rank)]
 
 
 def forward(
@@ -201,7 +204,7 @@ def forward(
     launch(
         columns_forward_kernel, (tiles, splits), c.warps, c.stages,
         x, gain, down_gain, a, mask, scaled, h, parts, counter(x.device, tiles) if splits > 1 else None,
-        rows, rows if mask is None else rows // mask.shape[0], inner, rank, share, splits,
+        rows, rows if mask is None else rows // max(1, mask.shape[0]), inner, rank, share, splits,
         x.stride(0), x.stride(1), a.stride(0), a.stride(1),
         down_gain is None, mask is not None, splits > 1, dot_precision(h.dtype), padded, c.block_m, c.block_c,
     )  # fmt: skip

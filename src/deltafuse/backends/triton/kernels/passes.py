@@ -187,12 +187,12 @@ def lowrank_finish_kernel(
         with_y = tl.zeros((BC,), tl.float32)
         plain = tl.zeros((BC,), tl.float32)
         at = db_part_ptr + rr[:, None] * N + cols[None, :]
-        for _ in tl.range(0, tiles, loop_unroll_factor=4):
+        for _ in range(0, tiles):
             acc += tl.load(at, inside, 0.0)
             at += R * N
         if HAS_GAIN:
             sums = vector_part_ptr + cols
-            for _ in tl.range(0, sum_tiles, loop_unroll_factor=4):
+            for _ in range(0, sum_tiles):
                 with_y += tl.load(sums, cols_ok, 0.0)
                 plain += tl.load(sums + N, cols_ok, 0.0)
                 sums += 2 * N
@@ -359,7 +359,7 @@ def _settle_down(x: Tensor, a: Tensor, mask: Tensor | None, config: Config | Non
     share, splits = _share(inner, c.block_c, tiles, c.split, x.device)
     start = Ready(
         lowrank_down_kernel, (tiles, splits), c.warps, c.stages,
-        (rows, rows if mask is None else rows // mask.shape[0], inner, rank, share, splits,
+        (rows, rows if mask is None else rows // max(1, mask.shape[0]), inner, rank, share, splits,
          x.stride(0), x.stride(1), a.stride(0), a.stride(1),
          mask is not None, splits > 1, dot_precision(dtype), padded, c.block_m, c.block_c),
     )  # fmt: skip
@@ -421,7 +421,7 @@ def _settle_grad(args: tuple[Any, ...], config: Config | None) -> tuple[Ready, i
     split = splits > 1 and want_q
     start = Ready(
         lowrank_grad_kernel, (tiles, splits), c.warps, c.stages,
-        (rows, rows if mask is None else max(1, rows // mask.shape[0]), alpha, wide, rank, share, splits,
+        (rows, rows if mask is None else max(1, rows // max(1, mask.shape[0])), alpha, wide, rank, share, splits,
          dy.stride(0), dy.stride(1), b.stride(0), b.stride(1),
          want_q, want_b, up_gain is not None, mask is not None, split,
          dot_precision(h.dtype), padded, c.block_m, c.block_c),
