@@ -34,7 +34,8 @@ def cell(arm: dict[str, Any] | None, frozen: dict[str, Any]) -> str:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The step table of one card's files, every row shown; each ratio is to the frozen step of its own file."""
+    """The step table of one card's files, every row shown, an adapter's from the last file that has it; each ratio is
+    to the frozen step of its own file."""
     facts, dimensions = records[0]["provenance"], shape(records[0]["shape"])
     frozen = " and ".join(cell(found["frozen"], found["frozen"]) for found in map(by_name, records))
     lines = [
@@ -43,11 +44,12 @@ def table(records: list[dict[str, Any]]) -> str:
         "| adapter | " + " | ".join(COLUMNS) + " |",
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
+    rows: dict[str, str] = {}
     for found in map(by_name, records):
-        base = found["frozen"]
         for name in dict.fromkeys(name.partition(" | ")[0] for name in found if " | " in name):
-            cells = (cell(found.get(f"{name} | {key}"), base) for key in COLUMNS)
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+            cells = (cell(found.get(f"{name} | {key}"), found["frozen"]) for key in COLUMNS)
+            rows[name] = f"| {name} | " + " | ".join(cells) + " |"
+    lines += rows.values()
     return "\n".join(lines)
 
 

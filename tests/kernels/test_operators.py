@@ -100,10 +100,11 @@ def test_each_leaf_alone(case: Example) -> None:
 
 @pytest.mark.parametrize("case", every_example())
 def test_base_tensors_may_train(case: Example) -> None:
-    """Examples freeze weight and bias; a gradient asked for all the same equals the reference's. A mask has none."""
+    """Examples freeze weight and bias; a gradient asked for all the same equals the reference's. A mask has none;
+    a strength's is one sum over all outputs, run by the reference, which cancels beyond the tolerance."""
     args = arguments(case)
     names = list(inspect.signature(get_primitive(case.primitive).reference).parameters)
-    masks = tensors(tuple(arg for name, arg in zip(names, args, strict=False) if name == "mask"))
+    masks = tensors(tuple(arg for name, arg in zip(names, args, strict=False) if name in ("mask", "strength")))
     for frozen in tensors(args):
         if frozen.requires_grad or not frozen.is_floating_point() or any(frozen is mask for mask in masks):
             continue

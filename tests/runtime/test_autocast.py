@@ -130,7 +130,8 @@ def test_rank_space_beyond_float16(name: str, autocast: bool) -> None:
     assert torch.isfinite(out).all()
     merged = adapter.get_merged_weight(adapter.multiplier)[0]
     want = nn.functional.linear(x.float(), merged.float(), case.model.layer.bias.float())
-    torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02)
+    # T-LoRA subtracts its frozen start: of terms near 6e5 float32 itself leaves 0.1
+    torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.2 if name == "tlora" else 0.02)
 
 
 @pytest.mark.parametrize("name", ["locon", "lokr", "diag-oft", "ia3"])

@@ -91,6 +91,9 @@ def chosen(name: str, kind: str, label: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "kind", "label"), variants())
 def test_a_step_waits_for_nothing(name: str, kind: str, label: str) -> None:
     case = build(name, kind, **chosen(name, kind, label))
+    for adapter in case.adapters:
+        if hasattr(adapter, "draw_on_device"):  # otherwise a CPU tensor is drawn and read, on any device
+            adapter.draw_on_device = True
     x = case.kind.inputs(4)
     for attempt in range(2):
         with NoWaiting():

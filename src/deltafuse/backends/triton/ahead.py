@@ -206,7 +206,7 @@ class Recorder:
         count = _PROCESSORS.get(self.capability, 128)
         answers = {
             "processors": lambda device: count,
-            "_device": lambda device: (divmod(self.capability, 10), count),
+            "device_facts": lambda device: (divmod(self.capability, 10), count),
         }
         yield torch, "is_autocast_enabled", lambda *kind: False  # it knows no meta device
         for key, module in list(sys.modules.items()):

@@ -358,7 +358,7 @@ def _rank_blocks(config: Config, r: int, h_itemsize: int) -> tuple[int, bool]:
 
 
 @lru_cache(maxsize=16)
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+def device_facts(device: torch.device) -> tuple[tuple[int, int], int]:
     """Compute capability, (0, 0) where there is none (AMD, the interpreter), and multiprocessors."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return torch.cuda.get_device_capability(device) if nvidia else (0, 0), processors(device)
@@ -444,7 +444,7 @@ def _settle(
     if b.shape != ((N, K) if transposed_b else (K, N)) or b.dtype != a.dtype:
         raise ValueError(f"a {tuple(a.shape)} of {a.dtype} and b {tuple(b.shape)} of {b.dtype} do not multiply")
     r = 0 if h is None else h.shape[1]
-    capability, sms = _device(a.device)
+    capability, sms = device_facts(a.device)
     tma = _has_tma(capability) and _takes_tma(a) and _takes_tma(b)
     if config is None or (config.tma and not tma):
         crowded = h is not None and (h.dtype != a.dtype or r % 16 != 0)

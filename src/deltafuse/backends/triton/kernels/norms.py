@@ -14,8 +14,8 @@ G or S from one more, otherwise every program recomputes them out of factor tile
 weight's size is written but the dense weight's own gradient. Deterministic: a sum is made by one program, or by the
 last of several in order.
 
-Precision: sums of squares in float32. Beside bfloat16 a factor meets W as its high and low halves, which keep 16 bits
-of it; beside float16 and float32, and in rank space, products are three tf32 ones, which keep all. W is exact.
+Precision: sums of squares in float32. Beside bfloat16 a factor meets W, and another factor in G and S, as its high and
+low halves, which keep 16 bits of it; other products are three tf32 ones, which keep all. W is exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, counter, launch, pad_rank, processors
-from .gemm import _device
+from .gemm import device_facts
 from .passes import arrive_last
 
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
@@ -345,20 +345,25 @@ class Config:
     stages: int
 
 
-_NARROW = {32: Config(64, 64, 4, 4), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3), 256: Config(16, 32, 8, 2)}
-_WIDE = {32: Config(64, 32, 4, 3), 64: Config(64, 32, 8, 3), 128: Config(32, 32, 8, 2), 256: Config(16, 32, 8, 2)}
-"""Padded rank up to which -> configuration, beside 16-bit brain floats and beside anything else."""
+_NARROW = {
+    16: Config(64, 64, 4, 4), 32: Config(64, 64, 8, 4), 64: Config(64, 64, 8, 3), 128: Config(32, 64, 8, 3),
+    256: Config(16, 32, 8, 2),
+}  # fmt: skip
+_WIDE = {
+    16: Config(64, 32, 4, 3), 32: Config(64, 32, 4, 3), 64: Config(64, 32, 8, 3), 128: Config(32, 32, 8, 2),
+    256: Config(16, 32, 8, 2),
+}  # fmt: skip
+"""Padded rank -> configuration, beside 16-bit brain floats and beside anything else."""
 
 
 def pass_config(rank: int, dtype: torch.dtype) -> Config:
     """One pass over W with rank-space sums; the same both ways."""
-    padded = max(32, pad_rank(rank))
-    return (_NARROW if dtype == torch.bfloat16 else _WIDE)[padded]
+    return (_NARROW if dtype == torch.bfloat16 else _WIDE)[pad_rank(rank)]
 
 
 def _own_gram(padded: int, device: torch.device) -> bool:
     """Whether a Gram matrix fits beside a program's other sums: Hopper's products leave more registers."""
-    return padded <= (64 if _device(device)[0] >= (9, 0) else 32)
+    return padded <= (64 if device_facts(device)[0] >= (9, 0) else 32)
 
 
 def split_axis(length: int, block: int, tiles: int, device: torch.device) -> tuple[int, int]:

@@ -236,7 +236,7 @@ def down_config(rank: int, dtype: torch.dtype) -> Config:
 def grad_config(rank: int, dtype: torch.dtype) -> Config:
     """As tall as registers allow: a part of dB is written per block of rows."""
     if dtype == torch.bfloat16:
-        return Config(128, 128, 8, 3) if rank <= 32 else Config(64, 64, 8, 3) if rank <= 64 else Config(32, 32, 8, 3)
+        return Config(128, 64, 8, 3) if rank <= 32 else Config(64, 64, 8, 3) if rank <= 64 else Config(32, 32, 8, 3)
     return Config(64, 64, 8, 4) if rank <= 16 else Config(32, 32, 8, 3)
 
 

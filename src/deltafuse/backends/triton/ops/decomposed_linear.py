@@ -129,13 +129,15 @@ def decomposed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, alpha: float, magnitude: Tensor,
     strength: float | Tensor = 1.0, detach: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The primitive of the same name; a trained weight, float64 and a rank beyond the kernels' run the reference."""
+    """The primitive of the same name; a trained weight or strength, float64 and a rank beyond the kernels' run the reference."""
     doubles = any(item.dtype == torch.float64 for item in (down, up, magnitude))
-    if doubles or weight.requires_grad or not 0 < down.shape[0] <= MAX_KERNEL_RANK:
+    trained = weight.requires_grad or (isinstance(strength, Tensor) and strength.requires_grad)
+    if doubles or trained or not 0 < down.shape[0] <= MAX_KERNEL_RANK:
         return reference(x, weight, bias, down, up, alpha, magnitude, strength, detach, mask)
     work = compute_dtype(x)
     tensor = isinstance(strength, Tensor)
     number, scale = (1.0, strength.detach()) if tensor else (float(strength), None)  # type: ignore[union-attr]
     return _run(
-        x.to(work), weight.to(work), bias, down, up, float(alpha), magnitude, number, scale, detach, mask
+        x.to(work), weight.to(work), bias, down, up, float(alpha), magnitude, number, scale, detach,
+        None if mask is None else mask.contiguous(),
     )  # fmt: skip

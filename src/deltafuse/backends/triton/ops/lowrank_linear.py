@@ -100,4 +100,5 @@ def lowrank_linear(
     if down.shape[0] > MAX_KERNEL_RANK or down.shape[0] == 0:
         return reference(x, weight, bias, down, up, alpha, gain, up_gain, mask)
     work = compute_dtype(x)
+    mask = None if mask is None else mask.contiguous()
     return _run(x.to(work), weight.to(work), bias, down, up, float(alpha), gain, up_gain, mask)
