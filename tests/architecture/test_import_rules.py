@@ -159,7 +159,7 @@ def optional(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("room", list(ROOMS))
 def test_lower_rooms_import_no_optional_package(room: str) -> None:
-    """Only a backend's own kernels, which are imported where they are first used, see the package they are written in."""
+    """Only a backend's own kernels see the package they are written in: they are imported where they are first used."""
     for owner, path in sources():
         if owner == room:
             own = {"triton"} if path.is_relative_to(ROOT / "backends" / "triton") else set()

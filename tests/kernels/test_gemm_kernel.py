@@ -37,7 +37,7 @@ def _full_precision():
 def tma(monkeypatch):
     """The interpreter runs the TMA kernel too, once told that its device has such a unit."""
     if INTERPRETED:
-        monkeypatch.setattr(kernels, "_device", lambda device: ((9, 0), 2))
+        monkeypatch.setattr(kernels, "device_facts", lambda device: ((9, 0), 2))
     elif torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("needs a device with TMA")
 

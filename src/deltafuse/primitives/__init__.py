@@ -1,6 +1,6 @@
 """Primitives: the few operations that backends implement. Importing this package defines them all."""
 
-from . import decomposed, conv, gemm, kron, linear, lowrank, norms, rotation, scaling, two_sided
+from . import conv, decomposed, gemm, kron, linear, lowrank, norms, rotation, scaling, two_sided
 from .registry import Kernels, Primitive, get_primitive, kernel_table, primitives
 
 __all__ = [

@@ -27,20 +27,21 @@ FILLED = 96
 def with_lowrank(
     a: Tensor, weight: Tensor, h: Tensor, up: Tensor, alpha: float, *, transposed: bool = False,
     bias: Tensor | None = None, gain: Tensor | None = None, up_gain: Tensor | None = None,
+    seed: Tensor | None = None, threshold: int = 0,
 ) -> Tensor:  # fmt: skip
-    """y = gain (a W^T) + up_gain alpha h up^T + bias for a (M, K), W (N, K), h (M, r), up (N, r).
+    """y = gain (a W^T) + drop(up_gain alpha h up^T) + bias for a (M, K), W (N, K), h (M, r), up (N, r).
 
-    ``transposed``: y = a W + alpha h up for a (M, N), up (r, K), the backward product.
+    ``transposed``: y = a W + alpha h up for a (M, N), up (r, K), the backward product. Dropout, where there is a seed, is
+    one pass after the product: its mask would be all the fused kernel's epilogue computes.
     """
     if a.shape[0] == 0:
         return a.new_empty((0, weight.shape[1 if transposed else 0]))
-    if _fused(a, weight, h, transposed):
+    if seed is None and _fused(a, weight, h, transposed):
         return gemm_kernel.gemm(
             a, weight, transposed_b=not transposed, bias=bias, gain=gain, h=h, up=up, up_gain=up_gain, scale=alpha
         )
-    if gain is not None:
-        assert up_gain is not None
-        return gain_kernel.finish(torch.mm(a, weight.t()), h, up, bias, gain, up_gain, alpha)
+    if gain is not None or seed is not None:
+        return gain_kernel.finish(torch.mm(a, weight.t()), h, up, bias, gain, up_gain, alpha, seed, threshold)
     matrix = up if transposed else up.t()
     if transposed:
         y = torch.mm(a, weight)

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..launch import MAX_KERNEL_RANK, ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, rank_dtype
 from .norms import split_axis
-from .passes import Parts, arrive_last
+from .passes import Parts
+from .reduction import arrive_last
 
 
 @triton.jit(do_not_specialize=["M", "rows"])

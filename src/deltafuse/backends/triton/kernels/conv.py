@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, counter, dot_precision, pad_rank, processors
+from ..launch import ceil_div, counter, dot_precision, launch, pad_rank, processors
 from .merge import product_tile
-from .passes import arrive_last
+from .reduction import arrive_last
 
 
 @triton.jit(do_not_specialize=["S", "s_tiles"])
@@ -107,7 +107,7 @@ def conv_epilogue_grad_kernel(
     dout_ptr, h_ptr, up_ptr, dh_ptr, dup_ptr, part_ptr, counter_ptr,
     N, S, r, alpha, s_tiles, up_tiles, steps, per_chunk, chunks,
     dout_batch, dout_n, dout_s, h_batch, h_r, h_s, dh_batch, dh_r, dh_s, up_n, up_r,
-    HAS_H: tl.constexpr, HAS_UP: tl.constexpr,
+    HAS_H: tl.constexpr, HAS_UP: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """R ranks of d up for BN channels over one chunk of positions (programs below ``up_tiles * chunks``), or R ranks of
@@ -128,8 +128,8 @@ def conv_epilogue_grad_kernel(
             # parts: (tiles, rank blocks, chunks, R, BN)
             mine = tile * tl.num_programs(1) + block
             place = tl.arange(0, R)[:, None] * BN + n[None, :]
-            last = chunks == 1
-            if chunks > 1:
+            last = True
+            if SPLIT:
                 tl.store(part_ptr + (mine.to(tl.int64) * chunks + chunk) * (R * BN) + place, acc)
                 last = arrive_last(counter_ptr + mine, chunks)
                 if last:
@@ -191,11 +191,11 @@ def forward(y: Tensor, h: Tensor, up: Tensor, alpha: float, bias: Tensor | None)
     precision = _precision(h, y)
     config = forward_config(pad_rank(rank), precision == "tf32x3")
     s_tiles = ceil_div(positions, config.block_s)
-    conv_epilogue_kernel[(batch * s_tiles, ceil_div(channels, config.block_n))](
+    launch(
+        conv_epilogue_kernel, (batch * s_tiles, ceil_div(channels, config.block_n)), config.warps, config.stages,
         y, h, up, bias, out, channels, positions, rank, s_tiles, alpha,
         *y.stride(), *h.stride(), *up.stride(), *out.stride(),
         bias is not None, precision, config.ranks, config.block_n, config.block_s,
-        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
 
@@ -228,13 +228,13 @@ def backward(
     if programs == 0:
         return dh, dup
     held = up_tiles * blocks * chunks * config.ranks * config.block_n if chunks > 1 else 0
-    conv_epilogue_grad_kernel[(programs, blocks)](
+    launch(
+        conv_epilogue_grad_kernel, (programs, blocks), config.warps, config.stages,
         dout, h, up, dh, dup,
         dout.new_empty(held, dtype=torch.float32) if held else None,
         counter(dout.device, up_tiles * blocks) if held else None,
         channels, positions, rank, alpha, s_tiles, up_tiles, steps, per_chunk, chunks,
         *dout.stride(), *h.stride(), *((0, 0, 0) if dh is None else dh.stride()), *up.stride(),
-        want_h, want_up, _precision(h, dout), config.ranks, config.block_n, config.block_s,
-        num_warps=config.warps, num_stages=config.stages,
+        want_h, want_up, chunks > 1, _precision(h, dout), config.ranks, config.block_n, config.block_s,
     )  # fmt: skip
     return dh, dup

@@ -1,7 +1,7 @@
-"""What a decomposition gain adds to a linear layer, beside the products.
+"""What a decomposition gain and dropout add to a linear layer, beside the products.
 
-gain_finish    y = gain base + up_gain alpha h B^T + bias, written over the base product (where no product has that
-               epilogue itself)
+gain_finish    y = gain base + drop(up_gain alpha h B^T) + bias, written over the base product (where no product has
+               that epilogue itself); the gains and the dropout mask are optional, see kernels/dropout.py
 gain_grad      G = dY gain, and per block of rows the column sums of dY y and of dY
 
 base, y, dY and G (M, N), gain, up_gain and bias (N,), h (M, r), B (N, r). Traffic: base read and written once; dY and y
@@ -16,13 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, dot_precision, launch, pad_rank
+from .dropout import kept, row_keys, seed_keys
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "threshold"])
 def gain_finish_kernel(
-    y_ptr, h_ptr, b_ptr, bias_ptr, gain_ptr, up_gain_ptr,
-    M, N, r, alpha, b_rows, b_cols,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    y_ptr, h_ptr, b_ptr, bias_ptr, gain_ptr, up_gain_ptr, seed_ptr,
+    M, threshold, N, r, alpha, b_rows, b_cols,
+    HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of y."""
     rm = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -35,20 +37,28 @@ def gain_finish_kernel(
     b = tl.load(b_ptr + rn[None, :].to(tl.int64) * b_rows + rr[:, None] * b_cols,
                 rank_ok[:, None] & cols_ok[None, :], 0.0)  # fmt: skip
     out = tl.dot(h, b.to(h.dtype), input_precision=PRECISION) * alpha
-    out *= tl.load(up_gain_ptr + rn, cols_ok, 0.0).to(tl.float32)[None, :]
+    if HAS_GAIN:
+        out *= tl.load(up_gain_ptr + rn, cols_ok, 0.0).to(tl.float32)[None, :]
+    if DROPOUT:
+        first, second = seed_keys(seed_ptr)
+        row, row_key = row_keys(first, second, rm)
+        out = tl.where(kept(first, second, row, row_key, rn, threshold), out, 0.0)
     place = y_ptr + rm[:, None] * N + rn[None, :]
     inside = rows_ok & cols_ok[None, :]
     base = tl.load(place, inside, 0.0).to(tl.float32)
-    out += base * tl.load(gain_ptr + rn, cols_ok, 0.0).to(tl.float32)[None, :]
+    if HAS_GAIN:
+        base *= tl.load(gain_ptr + rn, cols_ok, 0.0).to(tl.float32)[None, :]
+    out += base
     if HAS_BIAS:
         out += tl.load(bias_ptr + rn, cols_ok, 0.0).to(tl.float32)[None, :]
     tl.store(place, out.to(y_ptr.dtype.element_ty), inside)
 
 
 def finish(
-    base: Tensor, h: Tensor, up: Tensor, bias: Tensor | None, gain: Tensor, up_gain: Tensor, alpha: float
-) -> Tensor:
-    """y in ``base``'s memory (contiguous)."""
+    base: Tensor, h: Tensor, up: Tensor, bias: Tensor | None, gain: Tensor | None, up_gain: Tensor | None,
+    alpha: float, seed: Tensor | None = None, threshold: int = 0,
+) -> Tensor:  # fmt: skip
+    """y in ``base``'s memory (contiguous). With a seed the low-rank part is masked; its scale is alpha's matter."""
     rows, wide = base.shape
     if rows == 0:
         return base
@@ -56,8 +66,8 @@ def finish(
     block_m, block_n = (64, 128) if rank <= 64 else (32, 64)
     launch(
         gain_finish_kernel, (ceil_div(rows, block_m), ceil_div(wide, block_n)), 8 if rank <= 64 else 4, 1,
-        base, h, up, bias, gain, up_gain, rows, wide, rank, alpha, up.stride(0), up.stride(1),
-        bias is not None, dot_precision(h.dtype), pad_rank(rank), block_m, block_n,
+        base, h, up, bias, gain, up_gain, seed, rows, threshold, wide, rank, alpha, up.stride(0), up.stride(1),
+        bias is not None, gain is not None, seed is not None, dot_precision(h.dtype), pad_rank(rank), block_m, block_n,
     )  # fmt: skip
     return base
 

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, processors, rank_dtype
-from .passes import Parts, arrive_last
+from .passes import Parts
+from .reduction import arrive_last
 
 
 @triton.jit

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, counter, dot_precision, launch, pad_rank, processors, rank_dtype
-from .lowrank import _arrive_last
+from .reduction import arrive_last
 
 _MOST = {torch.bfloat16: 128, torch.float32: 64}
 """Sides of w1 and ranks, by rank dtype: what registers hold."""
@@ -105,7 +105,7 @@ def _over_chunks(acc, place, part_ptr, counter_ptr, tile, chunk, chunks, SIZE: t
     """(the sum of every chunk's ``acc`` in order, whether this program holds it)."""
     parts = part_ptr + tile.to(tl.int64) * chunks * SIZE + place
     tl.store(parts + chunk.to(tl.int64) * SIZE, acc)
-    last = _arrive_last(counter_ptr + tile, chunks)
+    last = arrive_last(counter_ptr + tile, chunks)
     acc = tl.zeros_like(acc)
     for other in range(0, tl.where(last, chunks, 0)):
         acc += tl.load(parts + other * SIZE, cache_modifier=".cg")

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, counter, launch, processors
-from .lowrank import _arrive_last
+from .reduction import arrive_last
 
 
 @triton.jit
@@ -82,12 +82,12 @@ def kron_merge_backward_kernel(
         place = rk[:, None].to(tl.int64) * n + rn[None, :]
         size = k.to(tl.int64) * n
         tl.store(part2_ptr + chunk * size + place, acc, inside)
-        if _arrive_last(counter_ptr + tile, chunks):
+        if arrive_last(counter_ptr + tile, chunks):
             total = tl.zeros((BR, BC), tl.float32)
             for other in range(0, chunks):
                 total += tl.load(part2_ptr + other * size + place, inside, 0.0, cache_modifier=".cg")
             tl.store(dw2_ptr + place, (total * scale).to(dw2_ptr.dtype.element_ty), inside)
-    if WANT_W1 and _arrive_last(counter_ptr + tiles + chunk, tiles):
+    if WANT_W1 and arrive_last(counter_ptr + tiles + chunk, tiles):
         several = tl.arange(0, BT)
         for start in range(begin, stop, 64):
             pair = start + tl.arange(0, 64)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..launch import ceil_div, counter, dot_precision, launch, processors
 from .kron_chain import block_diagonal, blocks_for, diagonal_sum
-from .lowrank import _arrive_last
+from .reduction import arrive_last
 
 
 @triton.jit(do_not_specialize=["M", "per_program", "programs"])
@@ -64,7 +64,7 @@ def kron_mix_kernel(
         rj = tl.arange(0, JP)[:, None]
         place = rj * IP + ri
         tl.store(part_ptr + program.to(tl.int64) * IP * JP + place, diagonal_sum(acc, BM, JP, IP))
-        if _arrive_last(counter_ptr, programs):
+        if arrive_last(counter_ptr, programs):
             total = tl.zeros((JP, IP), tl.float32)
             several = tl.arange(0, PARTS)
             for other in range(0, programs, PARTS):

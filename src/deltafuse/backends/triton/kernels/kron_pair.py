@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, counter, dot_precision, launch, processors
-from .lowrank import _arrive_last
+from .reduction import arrive_last
 
 MAX_SIDE = 128
 MAX_WIDE_SIDE = 32
@@ -133,11 +133,11 @@ def _over_programs(acc, place, part_ptr, counter_ptr, program, programs, group, 
     groups = tl.cdiv(programs, group)
     heads = part_ptr + programs.to(tl.int64) * SIZE + place
     tl.store(part_ptr + program.to(tl.int64) * SIZE + place, acc)
-    last = _arrive_last(counter_ptr + 1 + mine, members)
+    last = arrive_last(counter_ptr + 1 + mine, members)
     if last:
         acc = _sum_of(part_ptr + first.to(tl.int64) * SIZE + place, members, SIZE)
         tl.store(heads + mine.to(tl.int64) * SIZE, acc)
-        last = _arrive_last(counter_ptr, groups)
+        last = arrive_last(counter_ptr, groups)
         acc = _sum_of(heads, tl.where(last, groups, 0), SIZE)
     return acc, last
 

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, chunks_for, counter, dot_precision, pad_rank, rank_dtype
-from .passes import arrive_last
+from ..launch import ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, rank_dtype
+from .reduction import arrive_last
 
 ONE, PRODUCT, SUM = 0, 1, 2
 """How pairs combine."""
@@ -157,7 +157,8 @@ def merge_grad_kernel(
     part_ptr, total_ptr, counter_ptr,
     N, K, r1, r2, number, n_tiles, tiles, per_up, per_down, chunks, dw_rows, dw_cols,
     b1_rows, b1_cols, a1_rows, a1_cols, b2_rows, b2_cols, a2_rows, a2_cols,
-    MODE: tl.constexpr, HAS_SCALE: tl.constexpr, WANT_SCALE: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+    MODE: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr, HAS_SCALE: tl.constexpr,
+    WANT_SCALE: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr,
     WORK: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """R ranks of BC rows of the ups (tiles below ``n_tiles``) or of BC columns of the downs, over one chunk of the
@@ -207,27 +208,29 @@ def merge_grad_kernel(
     ok1 = (rr < r1)[:, None] & (c < tl.where(is_up, N, K))[None, :]
     ok2 = (rr < r2)[:, None] & (c < tl.where(is_up, N, K))[None, :]
     if is_up:
-        tl.store(db1_ptr + c[None, :] * r1 + rr[:, None], (acc1 * scale).to(db1_ptr.dtype.element_ty), ok1)
-        if MODE != 0:
-            tl.store(db2_ptr + c[None, :] * r2 + rr[:, None], (acc2 * scale).to(db2_ptr.dtype.element_ty), ok2)
-        if WANT_SCALE:
-            b = tl.load(b1_ptr + c[None, :] * b1_rows + rr[:, None] * b1_cols, ok1, 0.0).to(tl.float32)
-            through = tl.sum(acc1 * b)
-            if MODE == 2:
-                b = tl.load(b2_ptr + c[None, :] * b2_rows + rr[:, None] * b2_cols, ok2, 0.0).to(tl.float32)
-                through += tl.sum(acc2 * b)
-            tl.store(total_ptr + mine, through)
-            partials = n_tiles * tl.num_programs(2)
-            if arrive_last(counter_ptr + tiles * tl.num_programs(2), partials):
-                total = tl.zeros((BC,), tl.float32)
-                for first in range(0, partials, BC):
-                    total += tl.load(total_ptr + first + local, first + local < partials, 0.0, cache_modifier=".cg")
-                tl.store(dscale_ptr, (tl.sum(total) * number).to(dscale_ptr.dtype.element_ty))
+        if HAS_UP:
+            tl.store(db1_ptr + c[None, :] * r1 + rr[:, None], (acc1 * scale).to(db1_ptr.dtype.element_ty), ok1)
+            if MODE != 0:
+                tl.store(db2_ptr + c[None, :] * r2 + rr[:, None], (acc2 * scale).to(db2_ptr.dtype.element_ty), ok2)
+            if WANT_SCALE:
+                b = tl.load(b1_ptr + c[None, :] * b1_rows + rr[:, None] * b1_cols, ok1, 0.0).to(tl.float32)
+                through = tl.sum(acc1 * b)
+                if MODE == 2:
+                    b = tl.load(b2_ptr + c[None, :] * b2_rows + rr[:, None] * b2_cols, ok2, 0.0).to(tl.float32)
+                    through += tl.sum(acc2 * b)
+                tl.store(total_ptr + mine, through)
+                partials = n_tiles * tl.num_programs(2)
+                if arrive_last(counter_ptr + tiles * tl.num_programs(2), partials):
+                    total = tl.zeros((BC,), tl.float32)
+                    for first in range(0, partials, BC):
+                        total += tl.load(total_ptr + first + local, first + local < partials, 0.0, cache_modifier=".cg")
+                    tl.store(dscale_ptr, (tl.sum(total) * number).to(dscale_ptr.dtype.element_ty))
     else:
-        wide = rr[:, None].to(tl.int64)
-        tl.store(da1_ptr + wide * K + c[None, :], (acc1 * scale).to(da1_ptr.dtype.element_ty), ok1)
-        if MODE != 0:
-            tl.store(da2_ptr + wide * K + c[None, :], (acc2 * scale).to(da2_ptr.dtype.element_ty), ok2)
+        if HAS_DOWN:
+            wide = rr[:, None].to(tl.int64)
+            tl.store(da1_ptr + wide * K + c[None, :], (acc1 * scale).to(da1_ptr.dtype.element_ty), ok1)
+            if MODE != 0:
+                tl.store(da2_ptr + wide * K + c[None, :], (acc2 * scale).to(da2_ptr.dtype.element_ty), ok2)
 
 
 @dataclass(frozen=True)
@@ -283,13 +286,13 @@ def forward(
     precise = dot_precision(torch.float32) if out_dtype == torch.float32 else "tf32"
     rank1, rank2 = up1.shape[1], 0 if up2 is None else up2.shape[1]
     config = config or forward_config(mode, pad_rank(max(rank1, rank2)), precise == "tf32x3")
-    merge_kernel[(ceil_div(inner, config.block_c), ceil_div(wide, config.block_s))](
+    launch(
+        merge_kernel, (ceil_div(inner, config.block_c), ceil_div(wide, config.block_s)), config.warps, config.stages,
         weight, up1, down1, up2, down2, scalar, out,
         wide, inner, rank1, rank2, number,
         *_strides(weight, *factors),
         mode, weight is not None, scalar is not None,
         tl.bfloat16 if narrow else tl.float32, precise, config.ranks, config.block_s, config.block_c,
-        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
 
@@ -335,13 +338,13 @@ def backward(
     held = tiles * blocks * chunks * 2 * config.ranks * config.block_c if chunks > 1 else 0
     partials = n_tiles * blocks if want_scalar else 0
     parts = dw.new_empty(held + partials, dtype=torch.float32) if held + partials > 0 else None
-    merge_grad_kernel[(tiles, chunks, blocks)](
+    launch(
+        merge_grad_kernel, (tiles, chunks, blocks), config.warps, config.stages,
         dw, up1, down1, up2, down2, scalar, grads.up1, grads.down1, grads.up2, grads.down2, grads.scalar,
         parts, parts[held:] if parts is not None and want_scalar else None, counter(dw.device, tiles * blocks + 1),
         wide, inner, rank1, rank2, number, n_tiles, tiles, per_up, per_down, chunks,
         *_strides(dw, up1, down1, up2, down2),
-        mode, scalar is not None, want_scalar, chunks > 1, blocks == 1,
+        mode, want_up, want_down, scalar is not None, want_scalar, chunks > 1, blocks == 1,
         _TL[work], precision, config.ranks, config.block_s, config.block_c,
-        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return grads

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..launch import ceil_div, counter, launch, pad_rank, processors
 from .gemm import device_facts
-from .passes import arrive_last
+from .reduction import arrive_last
 
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 ROOT_TINY: tl.constexpr = tl.constexpr(1.0843e-19)

@@ -1,7 +1,8 @@
 """Low-rank paths beside a linear layer: the passes over x and dY that are not the base product.
 
 lowrank_down   h = mask (x A^T)
-lowrank_grad   q = mask alpha (dY up_gain) B and, per block of rows, the parts of dB^T = h^T dY, in one pass over dY
+lowrank_grad   q = mask alpha (dY up_gain) B and, per block of rows, the parts of dB^T = h^T dY, in one pass over dY;
+               with dropout both of dY where the forward kept its element, see kernels/dropout.py
 lowrank_finish dA = q^T x in one pass over x; the parts of dB added up, and with them d gain and d up_gain
 
 Shapes: x (M, K), dY and y (M, N), A (r, K), B (N, r), h and q (M, r), gain, up_gain and bias (N,), mask (M / rows, r).
@@ -39,18 +40,9 @@ from ..launch import (
     scratch,
 )
 from ..tuning import Key, Tunable, stretched
+from .dropout import kept, row_keys, seed_keys
 from .gain import gain_grad
-
-
-@triton.jit
-def arrive_last(counter_ptr, chunks):
-    """Whether this program is the last of ``chunks`` to arrive; leaves the counter at zero for the next launch."""
-    tl.debug_barrier()
-    seen = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-    last = seen == chunks - 1
-    if last:
-        tl.store(counter_ptr, 0)
-    return last
+from .reduction import arrive_last
 
 
 @triton.jit(do_not_specialize=["M", "rows"])
@@ -89,12 +81,12 @@ def lowrank_down_kernel(
     tl.store(h_ptr + wide[:, None] * r + rr[None, :], acc.to(h_ptr.dtype.element_ty), rows_ok & rank_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "rows"])
+@triton.jit(do_not_specialize=["M", "rows", "threshold"])
 def lowrank_grad_kernel(
-    dy_ptr, h_ptr, b_ptr, up_gain_ptr, mask_ptr, q_ptr, db_part_ptr, q_part_ptr, counter_ptr,
-    M, rows, alpha, N, r, per_split, splits, dy_rows, dy_cols, b_rows, b_cols,
-    WANT_Q: tl.constexpr, WANT_B: tl.constexpr, HAS_UP_GAIN: tl.constexpr, HAS_MASK: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dy_ptr, h_ptr, b_ptr, up_gain_ptr, mask_ptr, seed_ptr, q_ptr, db_part_ptr, q_part_ptr, counter_ptr,
+    M, rows, threshold, alpha, N, r, per_split, splits, dy_rows, dy_cols, b_rows, b_cols,
+    WANT_Q: tl.constexpr, WANT_B: tl.constexpr, HAS_UP_GAIN: tl.constexpr, HAS_MASK: tl.constexpr,
+    DROPOUT: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """BM rows of dY over one share of N: q of these rows, and this block's part of dB^T."""
     tile = tl.program_id(0)
@@ -109,6 +101,9 @@ def lowrank_grad_kernel(
     RANK = q_ptr.dtype.element_ty
     if WANT_B:
         h = tl.load(h_ptr + narrow, rows_ok & rank_ok[None, :], 0.0)
+    if DROPOUT:
+        first, second = seed_keys(seed_ptr)
+        row, row_key = row_keys(first, second, rm)
     acc = tl.zeros((BM, R), tl.float32)
     stop = tl.minimum(N, (split + 1) * per_split)
     for n in range(split * per_split, stop, BN):
@@ -116,6 +111,8 @@ def lowrank_grad_kernel(
         cols_ok = cols < stop
         inside = rows_ok & cols_ok[None, :]
         dy = tl.load(dy_ptr + wide[:, None] * dy_rows + cols[None, :].to(tl.int64) * dy_cols, inside, 0.0)
+        if DROPOUT:
+            dy = tl.where(kept(first, second, row, row_key, cols, threshold), dy, 0.0)
         if WANT_Q:
             b = tl.load(b_ptr + cols[:, None].to(tl.int64) * b_rows + rr[None, :] * b_cols,
                         cols_ok[:, None] & rank_ok[None, :], 0.0)  # fmt: skip
@@ -206,7 +203,8 @@ def lowrank_finish_kernel(
             if HAS_BIAS:
                 total -= plain * tl.load(bias_ptr + cols, cols_ok, 0.0).to(tl.float32)
             tl.store(dup_gain_ptr + cols, through_up, cols_ok)
-            tl.store(dgain_ptr + cols, total / gain, cols_ok)
+            # a gain of exactly zero has wiped out what its gradient is made of
+            tl.store(dgain_ptr + cols, tl.where(gain == 0.0, 0.0, total / gain), cols_ok)
             acc *= up_gain[None, :]
         tl.store(db_ptr + cols[None, :].to(tl.int64) * r + rr[:, None], acc.to(db_ptr.dtype.element_ty), inside)
 
@@ -382,10 +380,11 @@ _grads = memo()
 
 def grad(
     dy: Tensor, y: Tensor | None, h: Tensor, b: Tensor, gain: Tensor | None, up_gain: Tensor | None,
-    mask: Tensor | None, alpha: float, want_q: bool, want_b: bool, config: Config | None = None,
+    mask: Tensor | None, alpha: float, want_q: bool, want_b: bool, seed: Tensor | None = None, threshold: int = 0,
+    config: Config | None = None,
 ) -> Parts:  # fmt: skip
     """One pass over dY (M, N). With a gain one more, over dY and y, and the parts of dB are always made: the gains'
-    gradients need them."""
+    gradients need them. With a seed dY is masked for q and dB alone; its scale is alpha's matter."""
     g = sums = None
     if gain is not None:
         assert y is not None
@@ -393,37 +392,39 @@ def grad(
         g, sums = gain_grad(dy, y, gain)
     gained = None if up_gain is None else up_gain.dtype
     key = (dy.device, dy.dtype, dy.shape, dy.stride(), b.dtype, b.shape, b.stride(), gained,
-           None if mask is None else mask.shape, alpha, want_q, want_b, dot_precision(h.dtype))  # fmt: skip
+           None if mask is None else mask.shape, alpha, want_q, want_b, dot_precision(h.dtype),
+           None if seed is None else threshold)  # fmt: skip
     ready = _grads.get(key) if config is None else None
     if ready is None:
-        ready = _settle_grad((dy, y, h, b, None, up_gain, mask, alpha, want_q, want_b), config)
+        ready = _settle_grad((dy, y, h, b, None, up_gain, mask, alpha, want_q, want_b, seed, threshold), config)
         if config is None:
             keep(_grads, key, ready)
     start, tiles, padded, space = ready
     q = torch.empty_like(h)
     up = dy.new_empty((tiles, padded, b.shape[0]), dtype=torch.float32) if want_b else None
     if space:
-        start(dy, h, b, up_gain, mask, q, up, scratch(dy.device, space), counter(dy.device, tiles))
+        start(dy, h, b, up_gain, mask, seed, q, up, scratch(dy.device, space), counter(dy.device, tiles))
     else:
-        start(dy, h, b, up_gain, mask, q, up, None, None)
+        start(dy, h, b, up_gain, mask, seed, q, up, None, None)
     return Parts(q, g, up, sums, tiles)
 
 
 def _settle_grad(args: tuple[Any, ...], config: Config | None) -> tuple[Ready, int, int, int]:
-    dy, _, h, b, _, up_gain, mask, alpha, want_q, want_b = args
+    dy, _, h, b, _, up_gain, mask, alpha, want_q, want_b, seed, threshold = args
     rows, wide = dy.shape
     rank = h.shape[1]
     padded = pad_rank(rank)
     key = (dy.device, dy.dtype, rows.bit_length(), wide, padded, want_q, want_b)
+    key = key if seed is None else (*key, "dropout")
     c = config or GRAD.config_for(key, grad, args)
     tiles = max(1, ceil_div(rows, c.block_m))
     share, splits = _share(wide, c.block_c, tiles, c.split, dy.device)
     split = splits > 1 and want_q
     start = Ready(
         lowrank_grad_kernel, (tiles, splits), c.warps, c.stages,
-        (rows, rows if mask is None else max(1, rows // max(1, mask.shape[0])), alpha, wide, rank, share, splits,
-         dy.stride(0), dy.stride(1), b.stride(0), b.stride(1),
-         want_q, want_b, up_gain is not None, mask is not None, split,
+        (rows, rows if mask is None else max(1, rows // max(1, mask.shape[0])), threshold, alpha, wide, rank,
+         share, splits, dy.stride(0), dy.stride(1), b.stride(0), b.stride(1),
+         want_q, want_b, up_gain is not None, mask is not None, seed is not None, split,
          dot_precision(h.dtype), padded, c.block_m, c.block_c),
     )  # fmt: skip
     return start, tiles, padded, tiles * splits * c.block_m * padded if split else 0

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ceil_div, counter, launch, processors
-from .passes import arrive_last
+from .reduction import arrive_last
 
 _WARPS = 4
 _TILE = 4096

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, dot_precision
+from ..launch import ceil_div, dot_precision, launch
 
 
 @triton.jit
@@ -42,42 +42,44 @@ def tucker_fold_kernel(
 @triton.jit(do_not_specialize=["mid_tiles", "q_tiles", "i_tiles"])
 def tucker_fold_grad_kernel(
     grad_ptr, mid_ptr, down_ptr, dmid_ptr, ddown_ptr, p, q, I, V, mid_tiles, q_tiles, i_tiles,
-    grad_p, grad_i, grad_v, mid_p, mid_q, mid_v, down_q, down_i,
+    grad_p, grad_i, grad_v, mid_p, mid_q, mid_v, down_q, down_i, HAS_MID: tl.constexpr, HAS_DOWN: tl.constexpr,
     PRECISION: tl.constexpr, BP: tl.constexpr, BQ: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """A (BP, BQ) tile of d mid at one kernel position (tiles below ``mid_tiles``), or a (BQ, BI) tile of d down."""
     tile = tl.program_id(0)
     if tile < mid_tiles:
-        v = (tile % V).to(tl.int64)
-        tile = tile // V
-        qq = (tile % q_tiles) * BQ + tl.arange(0, BQ)
-        pp = (tile // q_tiles) * BP + tl.arange(0, BP)
-        acc = tl.zeros((BP, BQ), tl.float32)
-        for start in range(0, I, BI):
-            i = (start + tl.arange(0, BI)).to(tl.int64)
-            grad = tl.load(grad_ptr + pp[:, None].to(tl.int64) * grad_p + i[None, :] * grad_i + v * grad_v,
-                           (pp < p)[:, None] & (i < I)[None, :], 0.0).to(tl.float32)  # fmt: skip
-            down = tl.load(down_ptr + i[:, None] * down_i + qq[None, :] * down_q,
-                           (i < I)[:, None] & (qq < q)[None, :], 0.0).to(tl.float32)  # fmt: skip
-            acc = tl.dot(grad, down, acc, input_precision=PRECISION)
-        place = dmid_ptr + (pp[:, None].to(tl.int64) * q + qq[None, :]) * V + v
-        tl.store(place, acc.to(dmid_ptr.dtype.element_ty), (pp < p)[:, None] & (qq < q)[None, :])
+        if HAS_MID:
+            v = (tile % V).to(tl.int64)
+            tile = tile // V
+            qq = (tile % q_tiles) * BQ + tl.arange(0, BQ)
+            pp = (tile // q_tiles) * BP + tl.arange(0, BP)
+            acc = tl.zeros((BP, BQ), tl.float32)
+            for start in range(0, I, BI):
+                i = (start + tl.arange(0, BI)).to(tl.int64)
+                grad = tl.load(grad_ptr + pp[:, None].to(tl.int64) * grad_p + i[None, :] * grad_i + v * grad_v,
+                               (pp < p)[:, None] & (i < I)[None, :], 0.0).to(tl.float32)  # fmt: skip
+                down = tl.load(down_ptr + i[:, None] * down_i + qq[None, :] * down_q,
+                               (i < I)[:, None] & (qq < q)[None, :], 0.0).to(tl.float32)  # fmt: skip
+                acc = tl.dot(grad, down, acc, input_precision=PRECISION)
+            place = dmid_ptr + (pp[:, None].to(tl.int64) * q + qq[None, :]) * V + v
+            tl.store(place, acc.to(dmid_ptr.dtype.element_ty), (pp < p)[:, None] & (qq < q)[None, :])
     else:
-        tile -= mid_tiles
-        i = (tile % i_tiles).to(tl.int64) * BI + tl.arange(0, BI)
-        qq = (tile // i_tiles) * BQ + tl.arange(0, BQ)
-        acc = tl.zeros((BQ, BI), tl.float32)
-        p_blocks = tl.cdiv(p, BP)
-        for step in range(0, p_blocks * V):
-            pp = (step // V) * BP + tl.arange(0, BP)
-            v = step % V
-            core = tl.load(mid_ptr + qq[:, None] * mid_q + pp[None, :] * mid_p + v * mid_v,
-                           (qq < q)[:, None] & (pp < p)[None, :], 0.0).to(tl.float32)  # fmt: skip
-            grad = tl.load(grad_ptr + pp[:, None].to(tl.int64) * grad_p + i[None, :] * grad_i + v * grad_v,
-                           (pp < p)[:, None] & (i < I)[None, :], 0.0).to(tl.float32)  # fmt: skip
-            acc = tl.dot(core, grad, acc, input_precision=PRECISION)
-        place = ddown_ptr + qq[:, None].to(tl.int64) * I + i[None, :]
-        tl.store(place, acc.to(ddown_ptr.dtype.element_ty), (qq < q)[:, None] & (i < I)[None, :])
+        if HAS_DOWN:
+            tile -= mid_tiles
+            i = (tile % i_tiles).to(tl.int64) * BI + tl.arange(0, BI)
+            qq = (tile // i_tiles) * BQ + tl.arange(0, BQ)
+            acc = tl.zeros((BQ, BI), tl.float32)
+            p_blocks = tl.cdiv(p, BP)
+            for step in range(0, p_blocks * V):
+                pp = (step // V) * BP + tl.arange(0, BP)
+                v = step % V
+                core = tl.load(mid_ptr + qq[:, None] * mid_q + pp[None, :] * mid_p + v * mid_v,
+                               (qq < q)[:, None] & (pp < p)[None, :], 0.0).to(tl.float32)  # fmt: skip
+                grad = tl.load(grad_ptr + pp[:, None].to(tl.int64) * grad_p + i[None, :] * grad_i + v * grad_v,
+                               (pp < p)[:, None] & (i < I)[None, :], 0.0).to(tl.float32)  # fmt: skip
+                acc = tl.dot(core, grad, acc, input_precision=PRECISION)
+            place = ddown_ptr + qq[:, None].to(tl.int64) * I + i[None, :]
+            tl.store(place, acc.to(ddown_ptr.dtype.element_ty), (qq < q)[:, None] & (i < I)[None, :])
 
 
 _BLOCK = 32
@@ -90,10 +92,10 @@ def forward(mid: Tensor, down: Tensor) -> Tensor:
     out = mid.new_empty((p, inner, window), dtype=torch.float32)
     if out.numel() == 0:
         return out
-    tucker_fold_kernel[(ceil_div(inner, _BLOCK), window, ceil_div(p, _BLOCK))](
+    launch(
+        tucker_fold_kernel, (ceil_div(inner, _BLOCK), window, ceil_div(p, _BLOCK)), 4, 2,
         mid, down, out, p, q, inner, window, *mid.stride(), *down.stride(),
         dot_precision(torch.float32), _BLOCK, _BLOCK, _BLOCK,
-        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -111,10 +113,10 @@ def backward(
     tiles = mid_tiles + (q_tiles * i_tiles if want_down else 0)
     if tiles == 0:
         return dmid, ddown
-    tucker_fold_grad_kernel[(tiles,)](
+    launch(
+        tucker_fold_grad_kernel, (tiles,), 4, 2,
         grad, mid, down, dmid, ddown, p, q, inner, window, mid_tiles, q_tiles, i_tiles,
-        *grad.stride(), *mid.stride(), *down.stride(),
+        *grad.stride(), *mid.stride(), *down.stride(), want_mid, want_down,
         dot_precision(torch.float32), _BLOCK, _BLOCK, _BLOCK,
-        num_warps=4, num_stages=2,
     )  # fmt: skip
     return dmid, ddown

@@ -70,4 +70,4 @@ def finish(
     if bias is not None:
         total = total - plain * bias.float()
     db = (raw.float() * (alpha * up_gain)[:, None]).to(b.dtype)
-    return Grads(da, db, (total / gain).to(gain.dtype), through_up.to(up_gain.dtype))
+    return Grads(da, db, torch.where(gain == 0, 0.0, total / gain).to(gain.dtype), through_up.to(up_gain.dtype))

@@ -129,7 +129,8 @@ def decomposed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, alpha: float, magnitude: Tensor,
     strength: float | Tensor = 1.0, detach: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The primitive of the same name; a trained weight or strength, float64 and a rank beyond the kernels' run the reference."""
+    """The primitive of the same name; a trained weight or strength, float64 and ranks beyond the kernels' run the
+    reference."""
     doubles = any(item.dtype == torch.float64 for item in (down, up, magnitude))
     trained = weight.requires_grad or (isinstance(strength, Tensor) and strength.requires_grad)
     if doubles or trained or not 0 < down.shape[0] <= MAX_KERNEL_RANK:
