@@ -20,7 +20,7 @@ COLUMNS = ("deltafuse", "deltafuse, compiled", "lycoris default", "lycoris bypas
 
 
 def cell(arm: dict[str, Any] | None, frozen: dict[str, Any]) -> str:
-    """Wall milliseconds and their ratio to the frozen step, device milliseconds and theirs, and peak, or why none."""
+    """Wall milliseconds and their ratio to the frozen step, device milliseconds where measured, and peak, or why none."""
     if arm is None:
         return "not run"
     if not arm["samples"]:
@@ -28,9 +28,9 @@ def cell(arm: dict[str, Any] | None, frozen: dict[str, Any]) -> str:
     ms = median(arm)
     wall = f"{ms:.1f} ms, {ms / median(frozen):.2f}x"
     device = arm.get("device_ms", 0.0)
-    if device and frozen.get("device_ms"):
-        wall += f"; device {device:.1f} ms, {device / frozen['device_ms']:.2f}x"
-    return f"{wall}; {arm['peak_mb']:.0f} MB"
+    if device:
+        wall += f", device {device:.1f}"
+    return f"{wall}, {arm['peak_mb']:.0f} MB"
 
 
 def table(records: list[dict[str, Any]]) -> str:
