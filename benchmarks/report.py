@@ -20,7 +20,7 @@ COLUMNS = ("deltafuse", "deltafuse, compiled", "lycoris default", "lycoris bypas
 
 
 def cell(arm: dict[str, Any] | None, frozen: dict[str, Any]) -> str:
-    """Wall milliseconds and their ratio to the frozen step, device milliseconds where measured, and peak, or why none."""
+    """Wall milliseconds, their ratio to the frozen step, device milliseconds where measured, and peak, or why none."""
     if arm is None:
         return "not run"
     if not arm["samples"]:

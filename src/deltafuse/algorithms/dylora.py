@@ -127,7 +127,8 @@ class DyLoraModule(Ranked):
         """A block drawn on the host: only the ranks in use are computed, and only its two tensors get gradients."""
         block = int(torch.randint(0, self.block_count, ()))
         ups, downs = list(self.up_list.parameters()), list(self.down_list.parameters())
-        up, down = ups[block], downs[block]
+        up: Tensor = ups[block]
+        down: Tensor = downs[block]
         if block:
             up = torch.cat([*(item.detach() for item in ups[:block]), up], 1)
             down = torch.cat([*(item.detach() for item in downs[:block]), down])

@@ -161,7 +161,7 @@ class NormModule(Adapter):
         parts = [item.square().sum() for item in self.get_diff_weight(1.0) if item is not None]
         return float(sum(parts) ** 0.5)
 
-    def nominal_plan(self, rows: int = 0, owned: bool | None = None) -> Plan:
+    def nominal_plan(self, rows: int = 0, owned: bool | None = None, dtype: torch.dtype | None = None) -> Plan:
         whole = self._owns_forward() if owned is None else owned
         reason = "one norm with the summed weight" if whole else "the layer runs its own forward; the change is added"
         return Plan("merged" if whole else "split", "torch", reason)

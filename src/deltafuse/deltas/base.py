@@ -21,6 +21,7 @@ from ..core.geometry import LayerOp
 from ..core.precision import accumulate_dtype
 from ..core.verdict import Verdict
 from ..primitives import Kernels
+from ..primitives.dropout import draw_seed
 
 Scalar = Any
 """A Python float or a 0-d tensor."""
@@ -63,6 +64,18 @@ class Call:
     def drop(self, branch: Tensor) -> Tensor:
         """Dropout on a delta's output."""
         return torch.nn.functional.dropout(branch, self.dropout, True) if self.dropout else branch
+
+    @property
+    def drops_inside(self) -> bool:
+        """Whether a linear layer's primitive makes the dropout mask itself, or there is none to make.
+
+        The reference could, but PyTorch's own dropout takes one pass where its integer arithmetic takes a dozen.
+        """
+        return not self.dropout or self.kernels.fused("lowrank_linear")
+
+    def drop_arguments(self) -> tuple[Any, ...]:
+        """What lowrank_linear takes for this call's dropout; draws a seed where there is any."""
+        return (self.dropout, draw_seed(self.x.device)) if self.dropout else ()
 
 
 class Delta(ABC):

@@ -137,15 +137,17 @@ class Decomposed(Delta):
         return call.with_bias(run(call, gain, strength))
 
     def _narrow(self, call: Call) -> LowRank | None:
-        """The inner delta as two factors of a linear layer, where nothing acts between them and the gain."""
-        if call.op.is_conv or call.dropout or self.inner.row_mask is not None:
+        """The inner delta as two factors of a linear layer, where nothing acts between them and the gain but dropout
+        that the layer's primitive makes itself."""
+        inside = not call.dropout or (self.axis == 0 and call.drops_inside)
+        if call.op.is_conv or self.inner.row_mask is not None or not inside:
             return None
         return self.inner.narrow(call.kernels, branch_dtype(compute_dtype(call.x)))
 
     def _bypass_linear(self, inner: LowRank, call: Call, strength: Scalar) -> Tensor:
         """Base product, gain, low-rank path and bias as one primitive; norm and path share the factors."""
         assert call.weight is not None
-        if self.axis == 0 and self._composes(call.op):
+        if self.axis == 0 and self._composes(call.op) and not call.dropout:
             up, number = inner.parts(1.0)
             mask = inner.rank_mask if inner.per_sample else None
             layer = (call.x, call.weight, call.bias, inner.down_matrix(), up, number, self.magnitude)
@@ -160,7 +162,7 @@ class Decomposed(Delta):
         mask = inner.rank_mask if inner.per_sample else None
         layer = (call.x, call.weight, call.bias, inner.down_matrix(), up, number, kept)
         if self.axis == 0:
-            return call.kernels.lowrank_linear(*layer, times(gain, strength), mask)
+            return call.kernels.lowrank_linear(*layer, times(gain, strength), mask, *call.drop_arguments())
         return call.kernels.columns_linear(*layer, None if whole else gain * strength, mask)
 
     def _bypass_rows(self, call: Call, gain: Tensor, strength: Scalar) -> Tensor:

@@ -112,12 +112,14 @@ class LowRank(Delta):
         return call.kernels.lowrank_up(h, self.factor(strength))
 
     def bypass(self, call: Call, strength: Scalar) -> Tensor:
-        if call.dropout or self.row_mask is not None or call.op.groups > 1:
+        if self.row_mask is not None or call.op.groups > 1 or not call.drops_inside:
             return super().bypass(call, strength)
         if not call.op.is_conv:
             return self._linear(call, call.x, strength)
         if self.mid is None and _is_linear(call.op, call.x):
             return self._linear(call, call.x.movedim(1, -1), strength).movedim(-1, 1)
+        if call.dropout:
+            return super().bypass(call, strength)
         assert call.weight is not None
         return self._add_window(call.op.apply(call.x, call.weight), call, strength, call.bias)
 
@@ -127,7 +129,16 @@ class LowRank(Delta):
         up, number = self.parts(strength)
         mask = self.rank_mask if self.per_sample else None
         return call.kernels.lowrank_linear(
-            x, call.weight.flatten(1), call.bias, self.down_matrix(), up, number, None, None, mask
+            x,
+            call.weight.flatten(1),
+            call.bias,
+            self.down_matrix(),
+            up,
+            number,
+            None,
+            None,
+            mask,
+            *call.drop_arguments(),
         )
 
     def _add_window(self, y: Tensor, call: Call, strength: Scalar, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of a seed: the same bits in PyTorch and in every kernel, in forward and backward.
 
-Element (m, n) of a matrix is kept where hash(seed, m, n) >= p 2^32, a comparison of integers. The hash is a finalizer of
-32-bit words (two products, three shifts) over a key of the column plus a key of the row; a second key of the row enters
+Element (m, n) of a matrix is kept where hash(seed, m, n) >= p 2^32, a comparison of integers. The hash is a finalizer
+of 32-bit words (two products, three shifts) over a key of the column plus a key of the row; a second key of the row enters
 between its products. Keys are finalized words of the index and the seed's halves: per row and per column, so a kernel
 pays nine integer operations an element.
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.errors import OptionError
+
 FIRST, SECOND, GOLDEN = 0x21F0AAAD, 0xD35A2D97, 0x9E3779B9
 """The finalizer's factors, and what sets keys apart."""
 _WORD = 0xFFFFFFFF
@@ -22,6 +24,15 @@ _WORD = 0xFFFFFFFF
 def draw_seed(device: torch.device) -> Tensor:
     """A seed (1,) from the device's own generator."""
     return torch.randint(0, (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
+
+
+def checked(p: float, seed: Tensor | None) -> tuple[float, Tensor | None]:
+    """Both as they are where something is dropped, else neither."""
+    if p == 0:
+        return 0.0, None
+    if seed is None:
+        raise OptionError(f"dropout {p} needs a seed: draw_seed(x.device) makes one")
+    return float(p), seed
 
 
 def threshold(p: float) -> int:

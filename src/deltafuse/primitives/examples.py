@@ -81,6 +81,11 @@ class Draw:
         drawn = torch.rand(shape, generator=self.generator, device=self.generator.device)
         return (drawn > 0.4).float().to(self.device)
 
+    def drop_seed(self) -> Tensor:
+        """What dropout's mask is made of."""
+        drawn = torch.randint(0, 1 << 62, (1,), generator=self.generator, device=self.generator.device)
+        return drawn.to(self.device)
+
 
 Build = Callable[[Sizes, Draw], tuple[Any, ...]]
 

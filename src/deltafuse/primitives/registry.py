@@ -53,6 +53,10 @@ def get_primitive(name: str) -> Primitive:
 class Kernels(SimpleNamespace):
     """One callable per primitive, reached as an attribute: ``kernels.lowrank_down(x, a)``."""
 
+    def fused(self, name: str) -> bool:
+        """Whether a backend's own implementation of ``name`` runs, not the reference."""
+        return getattr(self, name) is not _primitives[name].reference
+
 
 def kernel_table(overrides: Mapping[str, Callable[..., Any]] | None = None) -> Kernels:
     """References for every primitive, replaced by ``overrides`` where given."""

@@ -81,8 +81,8 @@ class _Truth:
 
 def cases(plan: Plan) -> Iterator[tuple[Example, Sizes, torch.dtype]]:
     """The examples to run; an unknown primitive is an OptionError."""
-    for name in plan.primitives:
-        get_primitive(name)
+    for wanted in plan.primitives:
+        get_primitive(wanted)
     names: Sequence[str | None] = plan.primitives or [None]
     for name in names:
         for case in examples(name):

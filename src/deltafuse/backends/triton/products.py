@@ -6,6 +6,8 @@ low-rank part added in place. Both are exact; which is faster depends on card an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,21 +29,21 @@ FILLED = 96
 def with_lowrank(
     a: Tensor, weight: Tensor, h: Tensor, up: Tensor, alpha: float, *, transposed: bool = False,
     bias: Tensor | None = None, gain: Tensor | None = None, up_gain: Tensor | None = None,
-    seed: Tensor | None = None, threshold: int = 0,
+    drop: tuple[Any, ...] = (),
 ) -> Tensor:  # fmt: skip
     """y = gain (a W^T) + drop(up_gain alpha h up^T) + bias for a (M, K), W (N, K), h (M, r), up (N, r).
 
-    ``transposed``: y = a W + alpha h up for a (M, N), up (r, K), the backward product. Dropout, where there is a seed, is
-    one pass after the product: its mask would be all the fused kernel's epilogue computes.
+    ``transposed``: y = a W + alpha h up for a (M, N), up (r, K), the backward product. ``drop``:
+    dropout's seed and threshold; its mask is made in one pass after the product, as no epilogue hides that much work.
     """
     if a.shape[0] == 0:
         return a.new_empty((0, weight.shape[1 if transposed else 0]))
-    if seed is None and _fused(a, weight, h, transposed):
+    if not drop and _fused(a, weight, h, transposed):
         return gemm_kernel.gemm(
             a, weight, transposed_b=not transposed, bias=bias, gain=gain, h=h, up=up, up_gain=up_gain, scale=alpha
         )
-    if gain is not None or seed is not None:
-        return gain_kernel.finish(torch.mm(a, weight.t()), h, up, bias, gain, up_gain, alpha, seed, threshold)
+    if gain is not None or drop:
+        return gain_kernel.finish(torch.mm(a, weight.t()), h, up, bias, gain, up_gain, alpha, *drop)
     matrix = up if transposed else up.t()
     if transposed:
         y = torch.mm(a, weight)

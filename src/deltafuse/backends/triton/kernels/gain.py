@@ -29,14 +29,17 @@ def gain_finish_kernel(
     """One tile of y."""
     rm = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     rn = tl.program_id(1) * BN + tl.arange(0, BN)
-    rr = tl.arange(0, R)
     rows_ok = (rm < M)[:, None]
     cols_ok = rn < N
-    rank_ok = rr < r
-    h = tl.load(h_ptr + rm[:, None] * r + rr[None, :], rows_ok & rank_ok[None, :], 0.0)
-    b = tl.load(b_ptr + rn[None, :].to(tl.int64) * b_rows + rr[:, None] * b_cols,
-                rank_ok[:, None] & cols_ok[None, :], 0.0)  # fmt: skip
-    out = tl.dot(h, b.to(h.dtype), input_precision=PRECISION) * alpha
+    out = tl.zeros((BM, BN), tl.float32)
+    for start in tl.range(0, r, R, num_stages=1):
+        rr = start + tl.arange(0, R)
+        rank_ok = rr < r
+        h = tl.load(h_ptr + rm[:, None] * r + rr[None, :], rows_ok & rank_ok[None, :], 0.0)
+        b = tl.load(b_ptr + rn[None, :].to(tl.int64) * b_rows + rr[:, None] * b_cols,
+                    rank_ok[:, None] & cols_ok[None, :], 0.0)  # fmt: skip
+        out = tl.dot(h, b.to(h.dtype), out, input_precision=PRECISION)
+    out *= alpha
     if HAS_GAIN:
         out *= tl.load(up_gain_ptr + rn, cols_ok, 0.0).to(tl.float32)[None, :]
     if DROPOUT:
@@ -54,6 +57,10 @@ def gain_finish_kernel(
     tl.store(place, out.to(y_ptr.dtype.element_ty), inside)
 
 
+_FINISH_BLOCKS = (64, 128, 8)
+"""Rows and columns of a program, warps. Ranks go through a loop, so that registers do not grow with them."""
+
+
 def finish(
     base: Tensor, h: Tensor, up: Tensor, bias: Tensor | None, gain: Tensor | None, up_gain: Tensor | None,
     alpha: float, seed: Tensor | None = None, threshold: int = 0,
@@ -63,11 +70,12 @@ def finish(
     if rows == 0:
         return base
     rank = h.shape[1]
-    block_m, block_n = (64, 128) if rank <= 64 else (32, 64)
+    block_m, block_n, warps = _FINISH_BLOCKS
+    step = min(pad_rank(rank), 64 if h.dtype == torch.bfloat16 else 32)
     launch(
-        gain_finish_kernel, (ceil_div(rows, block_m), ceil_div(wide, block_n)), 8 if rank <= 64 else 4, 1,
+        gain_finish_kernel, (ceil_div(rows, block_m), ceil_div(wide, block_n)), warps, 1,
         base, h, up, bias, gain, up_gain, seed, rows, threshold, wide, rank, alpha, up.stride(0), up.stride(1),
-        bias is not None, gain is not None, seed is not None, dot_precision(h.dtype), pad_rank(rank), block_m, block_n,
+        bias is not None, gain is not None, seed is not None, dot_precision(h.dtype), step, block_m, block_n,
     )  # fmt: skip
     return base
 

@@ -40,7 +40,7 @@ from ..launch import (
     scratch,
 )
 from ..tuning import Key, Tunable, stretched
-from .dropout import kept, row_keys, seed_keys
+from .dropout import MASKED_RANK, dropped, kept, row_keys, seed_keys
 from .gain import gain_grad
 from .reduction import arrive_last
 
@@ -86,7 +86,8 @@ def lowrank_grad_kernel(
     dy_ptr, h_ptr, b_ptr, up_gain_ptr, mask_ptr, seed_ptr, q_ptr, db_part_ptr, q_part_ptr, counter_ptr,
     M, rows, threshold, alpha, N, r, per_split, splits, dy_rows, dy_cols, b_rows, b_cols,
     WANT_Q: tl.constexpr, WANT_B: tl.constexpr, HAS_UP_GAIN: tl.constexpr, HAS_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DROPOUT: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """BM rows of dY over one share of N: q of these rows, and this block's part of dB^T."""
     tile = tl.program_id(0)
@@ -112,7 +113,7 @@ def lowrank_grad_kernel(
         inside = rows_ok & cols_ok[None, :]
         dy = tl.load(dy_ptr + wide[:, None] * dy_rows + cols[None, :].to(tl.int64) * dy_cols, inside, 0.0)
         if DROPOUT:
-            dy = tl.where(kept(first, second, row, row_key, cols, threshold), dy, 0.0)
+            dy = tl.where(kept(first, second, row, row_key, cols, threshold), dy, tl.zeros_like(dy))
         if WANT_Q:
             b = tl.load(b_ptr + cols[:, None].to(tl.int64) * b_rows + rr[None, :] * b_cols,
                         cols_ok[:, None] & rank_ok[None, :], 0.0)  # fmt: skip
@@ -390,6 +391,8 @@ def grad(
         assert y is not None
         want_b = True
         g, sums = gain_grad(dy, y, gain)
+    if seed is not None and h.shape[1] > MASKED_RANK:
+        dy, seed = dropped(dy, seed, threshold), None
     gained = None if up_gain is None else up_gain.dtype
     key = (dy.device, dy.dtype, dy.shape, dy.stride(), b.dtype, b.shape, b.stride(), gained,
            None if mask is None else mask.shape, alpha, want_q, want_b, dot_precision(h.dtype),
@@ -414,7 +417,7 @@ def _settle_grad(args: tuple[Any, ...], config: Config | None) -> tuple[Ready, i
     rows, wide = dy.shape
     rank = h.shape[1]
     padded = pad_rank(rank)
-    key = (dy.device, dy.dtype, rows.bit_length(), wide, padded, want_q, want_b)
+    key: Key = (dy.device, dy.dtype, rows.bit_length(), wide, padded, want_q, want_b)
     key = key if seed is None else (*key, "dropout")
     c = config or GRAD.config_for(key, grad, args)
     tiles = max(1, ceil_div(rows, c.block_m))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dropout import dropped
 from .gain import gain_grad
 from .passes import Grads, Parts
 
@@ -39,15 +40,16 @@ def down(x: Tensor, a: Tensor, mask: Tensor | None) -> Tensor:
 
 def grad(
     dy: Tensor, y: Tensor | None, h: Tensor, b: Tensor, gain: Tensor | None, up_gain: Tensor | None,
-    mask: Tensor | None, alpha: float, want_q: bool, want_b: bool,
+    mask: Tensor | None, alpha: float, want_q: bool, want_b: bool, seed: Tensor | None = None, threshold: int = 0,
 ) -> Parts:  # fmt: skip
-    """q, and alpha dY^T h (N, r), without alpha beside a gain, as the only part there is."""
+    """q, and alpha dY^T h (N, r), without alpha beside a gain, as the only part there is. A seed masks dY for both."""
+    kept = dy if seed is None else dropped(dy, seed, threshold)
     factor = b if up_gain is None else b * up_gain[:, None]
-    q = _masked(_scaled_product(dy, factor.to(dy.dtype), alpha), mask) if want_q else h
+    q = _masked(_scaled_product(kept, factor.to(dy.dtype), alpha), mask) if want_q else h
     if gain is None:
-        up = _scaled_product(dy.t(), h, alpha)[None] if want_b else None
+        up = _scaled_product(kept.t(), h, alpha)[None] if want_b else None
         return Parts(q, None, up, None, 1)
-    up = torch.mm(dy.t(), h)[None]
+    up = torch.mm(kept.t(), h)[None]
     assert y is not None
     g, sums = gain_grad(dy, y, gain)
     return Parts(q, g, up, sums, 1)

@@ -63,13 +63,12 @@ def forward(
 def fake(x: Tensor, weight: Tensor, bias: Any, down: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     rank, rows = down.shape[0], x.numel() // x.shape[-1]
     wide_, detach = weight.shape[0], rest[-2]
-    vector = {"dtype": torch.float32}
     return (
         x.new_empty((*x.shape[:-1], wide_)),
         x.new_empty((rows, rank), dtype=rank_dtype(x.dtype)),
-        weight.new_empty(wide_, **vector),
-        weight.new_empty(wide_, **vector),
-        weight.new_empty(0 if detach else (wide_, rank), **vector),
+        weight.new_empty(wide_, dtype=torch.float32),
+        weight.new_empty(wide_, dtype=torch.float32),
+        weight.new_empty(0 if detach else (wide_, rank), dtype=torch.float32),
     )
 
 
