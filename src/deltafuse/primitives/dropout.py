@@ -1,9 +1,9 @@
 """Dropout whose mask is a function of a seed: the same bits in PyTorch and in every kernel, in forward and backward.
 
 Element (m, n) of a matrix is kept where hash(seed, m, n) >= p 2^32, a comparison of integers. The hash is a finalizer
-of 32-bit words (two products, three shifts) over a key of the column plus a key of the row; a second key of the row enters
-between its products. Keys are finalized words of the index and the seed's halves: per row and per column, so a kernel
-pays nine integer operations an element.
+of 32-bit words (shifts and two products) over a key of the column plus a key of the row; a second key of the row enters
+between the products. Keys are finalized words of the index and the seed's halves, made once per row and per column, so
+a kernel pays nine integer operations an element.
 
 keep_mask: seed (1,) of int64 -> (rows, cols) of bool. Nothing is drawn here and nothing waits for a device: who calls
 draws the seed, from PyTorch's generator of that device, so checkpoints and graph replays see the states they restore.

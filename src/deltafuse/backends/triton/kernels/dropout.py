@@ -16,7 +16,8 @@ from ....primitives import dropout
 from ..launch import ceil_div, launch
 
 MASKED_RANK = 32
-"""Up to this rank the pass over dY masks it as it goes; above, registers or the products' own library want it masked."""
+"""Up to this rank the pass over dY masks it as it goes; above, it would need more registers than there are, or is the
+library's."""
 
 _FIRST = tl.constexpr(dropout.FIRST)
 _SECOND = tl.constexpr(dropout.SECOND)

@@ -4,8 +4,9 @@ Forward, two launches: h = x A^T; y = gain (x W^T) + up_gain alpha h B^T + bias 
 dropout three: h, the base product, and one pass over y that adds what is kept of the low-rank part.
 Backward, three launches: one pass over dY (q, G, the parts of dB); dX = (dY or G) W + q A as one product with an
 epilogue; one pass over x (dA and the rest).
-Saved: x, h; with a gain also y; with dropout the seed, from which the pass over dY makes the same mask again. Nothing
-else of the layer's size is kept. What dropout divides kept values by is part of alpha wherever there is a mask.
+Saved: x, h; with a gain also y; with dropout the seed, from which the pass over dY makes the same mask again (above
+rank 32 a launch before it does). Nothing else of the layer's size is kept. What dropout divides kept values by is part
+of alpha wherever there is a mask.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _runner(down: Tensor, x: Tensor, seed: Tensor | None = None) -> Any:
-    """Whose passes: the kernels' or, at ranks that are products like any other, the library's. Only kernels mask."""
-    return wide if seed is None and wide.applies(down.shape[0], x.dtype) else passes
+def _runner(down: Tensor, x: Tensor) -> Any:
+    """Whose passes: the kernels' or, at ranks that are products like any other, the library's."""
+    return wide if wide.applies(down.shape[0], x.dtype) else passes
 
 
 def _masked(alpha: float, dropout: float, seed: Tensor | None) -> tuple[float, tuple[Any, ...]]:
@@ -54,7 +55,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (..., N), h (M, r))."""
     flat = _flat(x)
-    h = _runner(down, x, seed).down(flat, down, mask)
+    h = _runner(down, x).down(flat, down, mask)
     alpha, drop = _masked(alpha, dropout, seed)
     y = with_lowrank(flat, weight, h, up, alpha, bias=bias, gain=gain, up_gain=up_gain, drop=drop)
     return y.view(*x.shape[:-1], weight.shape[0]), h
@@ -81,7 +82,7 @@ def backward(
     """Gradients of x, weight, bias, down, up, gain and up_gain, in the order of the arguments."""
     flat, dy = _flat(x), _flat(grad)
     want_q = needs[0] or needs[3]
-    runner = _runner(down, x, seed)
+    runner = _runner(down, x)
     alpha, drop = _masked(alpha, dropout, seed)
     flat_y = None if y is None else _flat(y)
     parts = runner.grad(dy, flat_y, h, up, gain, up_gain, mask, alpha, want_q, needs[4], *drop)
