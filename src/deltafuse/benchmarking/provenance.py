@@ -30,7 +30,7 @@ def provenance(device: torch.device | str, commit: str = "") -> dict[str, Any]:
         "cuda": torch.version.cuda or "",
         **{name: _version(name) for name in _PACKAGES},
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
