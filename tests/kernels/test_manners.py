@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -192,3 +194,35 @@ def test_five_runs_have_the_same_bits(case: Example) -> None:
     first = run(implementation(case.primitive), args)
     for _ in range(4):
         assert_equal(run(implementation(case.primitive), args), first)
+
+
+def test_an_adapter_that_ran_kernels_can_be_copied_and_pickled() -> None:
+    layer = nn.Linear(12, 8).requires_grad_(False)
+    network = deltafuse.create_lycoris(nn.Sequential(layer), 0.7, linear_dim=3, linear_alpha=2.0, algo="lora")
+    network.apply_to()
+    x = torch.randn(2, 12)
+    with deltafuse.use_backend("triton"):
+        wanted = layer(x)
+    adapter = next(iter(network.loras))
+    assert adapter._plans
+    twin = pickle.loads(pickle.dumps(adapter))
+    again = copy.deepcopy(adapter)
+    for other in (twin, again):
+        with deltafuse.use_backend("triton"):
+            assert torch.equal(other(x), wanted)
+
+
+def test_layers_of_different_algorithms_share_a_compiled_graph() -> None:
+    """Each layer brings a kernel table of its own into one trace."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 12), nn.Linear(12, 6)).requires_grad_(False)
+    for algo, place in (("lora", 0), ("lokr", 1), ("glora", 2)):
+        network = deltafuse.create_lycoris(nn.Sequential(model[place]), 0.7, linear_dim=2, linear_alpha=1.0, algo=algo)
+        network.apply_to()
+        for parameter in network.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    x = torch.randn(3, 12)
+    with deltafuse.use_backend("triton"):
+        wanted = model(x)
+        torch._dynamo.reset()
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, wanted)

@@ -11,8 +11,6 @@ from .registry import (
     register_backend,
     require_backend,
     select,
-    traced_kernels,
-    traced_key,
     unregister_backend,
 )
 
@@ -28,7 +26,5 @@ __all__ = [
     "register_backend",
     "require_backend",
     "select",
-    "traced_kernels",
-    "traced_key",
     "unregister_backend",
 ]

@@ -191,21 +191,6 @@ def kernels_for(choice: Choice) -> Kernels:
     return _tables[choice]
 
 
-_traced: dict[str, Kernels] = {}
-
-
-def traced_key(choice: Choice) -> str:
-    """A name for a choice that a traced graph can hold as a constant."""
-    key = ",".join(f"{name}={backend}" for name, backend in choice)
-    _traced[key] = kernels_for(choice)
-    return key
-
-
-def traced_kernels(key: str) -> Kernels:
-    """The kernels behind a :func:`traced_key`."""
-    return _traced[key]
-
-
 def load_built_in() -> None:
     """Import the folders of this package's own backends; each registers itself."""
     for name in (*BUILT_IN, *PLANNED):

@@ -88,6 +88,7 @@ class Adapter(Mergeable, StatefulModule):
         self._multiplier = float(multiplier)
         self._strength_tensor = torch.tensor(self._multiplier, dtype=torch.float64)
         self._plans: dict[Any, Plan] = {}
+        self._traced_kernels: Kernels = _REFERENCE
         self.org_module = [org_module]
         self.org_forward = org_module.forward
 
@@ -271,8 +272,8 @@ class Adapter(Mergeable, StatefulModule):
         if torch.compiler.is_compiling():
             mode = "dropout" if self.dropout and self.training else "plain"
             dtype = str(compute_dtype(x))
-            form, choice = self._traced_plan(self.training, owned, dtype, mode, self.bypass_mode, self._variant())
-            return form, backends.traced_kernels(choice)
+            form = self._traced_form(self.training, owned, dtype, mode, self.bypass_mode, self._variant())
+            return form, self._traced_kernels
         chosen = self._plan_call(x, delta, owned)
         return chosen.form, chosen.kernels
 
@@ -297,16 +298,18 @@ class Adapter(Mergeable, StatefulModule):
         return Needs(branch_only=not owned, dropout=bool(self.dropout) and self.training, forced=forced)
 
     @constant_when_traced
-    def _traced_plan(self, training: bool, owned: bool, dtype: str, *_: Any) -> tuple[str, str]:
-        """Form and backends of a compiled graph: planned while tracing, once, for a nominal row count that no call
-        changes.
+    def _traced_form(self, training: bool, owned: bool, dtype: str, *_: Any) -> str:
+        """The form of a compiled graph, its kernels left in ``_traced_kernels``: planned while tracing, once, for a
+        nominal row count that no call changes.
 
-        The arguments are what the plan depends on; a graph is traced anew where one of them changes.
+        The arguments are what the plan depends on; a graph is traced anew where one of them changes. The kernels are
+        handed over by an attribute of the layer: a trace keeps its own copy of any table that it has looked into.
         """
         was, self.training = self.training, training
         found = self.nominal_plan(owned=owned, dtype=getattr(torch, dtype.removeprefix("torch.")))
         self.training = was
-        return found.form, backends.traced_key(found.choice)
+        self._traced_kernels = backends.kernels_for(found.choice)
+        return found.form
 
     def nominal_plan(
         self, rows: int = NOMINAL_ROWS, owned: bool | None = None, dtype: torch.dtype | None = None
@@ -500,6 +503,10 @@ class Adapter(Mergeable, StatefulModule):
     @property
     def dtype(self) -> torch.dtype:
         return self.dtype_tensor.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without plans: they hold functions of this process, and are made anew."""
+        return {**self.__dict__, "_plans": {}, "_traced_kernels": _REFERENCE}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
