@@ -14,12 +14,10 @@ pytest.importorskip("triton")
 from deltafuse.backends import backends
 from deltafuse.backends.triton import OPERATIONS, interpreted
 from deltafuse.primitives import get_primitive
-from deltafuse.primitives.examples import Draw, Example, Sizes, examples, relative_error, run, widened
+from deltafuse.primitives.examples import Draw, Example, Sizes, examples, limit, relative_error, run, widened
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
-FLOORS = {torch.float32: 6e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-"""What one rounding costs."""
 SIZES = [
     Sizes(),
     Sizes(lead=(1, 1), inner=33, out=16, rank=1, factor=-1),
@@ -38,12 +36,6 @@ def _id(value: object) -> str:
     if isinstance(value, Sizes):
         return f"{value.rows}x{value.inner}x{value.out}r{value.rank}"
     return str(value).removeprefix("torch.")
-
-
-def limit(eager: float, dtype: torch.dtype) -> float:
-    """1.5 times eager's error. Where eager has roundings of the layer's dtype in it, one such rounding is allowed too;
-    where it has none, none is."""
-    return 1.5 * eager + (FLOORS[dtype] if eager > 1e-5 else FLOORS[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=_id)

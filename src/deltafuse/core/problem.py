@@ -29,12 +29,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """form ("bypass", "merged" or "split"), who runs it in a word and primitive by primitive, why, and the costs that
-    were compared."""
+    """form ("bypass", "merged" or "split"), the backend that runs it, why, its kernels, and the costs compared."""
 
     form: str
     backend: str
     reason: str
-    choice: tuple[tuple[str, str], ...] = ()
     kernels: Any = field(compare=False, repr=False, default=None)
     cost: Cost = field(default_factory=Cost)

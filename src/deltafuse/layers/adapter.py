@@ -308,7 +308,7 @@ class Adapter(Mergeable, StatefulModule):
         was, self.training = self.training, training
         found = self.nominal_plan(owned=owned, dtype=getattr(torch, dtype.removeprefix("torch.")))
         self.training = was
-        self._traced_kernels = backends.kernels_for(found.choice)
+        self._traced_kernels = found.kernels
         return found.form
 
     def nominal_plan(

@@ -41,7 +41,7 @@ def plan(delta: Delta, problem: Problem, needs: Needs, requested: str) -> Plan:
     form, why = _choose_form(delta, problem, needs, requested)
     selection = _backend(delta, problem, form, requested)
     cost = _form_cost(delta, problem, form, selection.fused)
-    return Plan(form, selection.backend, f"{why}; {selection.reason}", selection.choice, selection.kernels, cost)
+    return Plan(form, selection.backend, f"{why}; {selection.reason}", selection.kernels, cost)
 
 
 def _choose_form(delta: Delta, problem: Problem, needs: Needs, requested: str) -> tuple[str, str]:

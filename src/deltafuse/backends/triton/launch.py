@@ -40,6 +40,14 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def split_axis(length: int, block: int, tiles: int, device: torch.device, split: int = 0) -> tuple[int, int]:
+    """(length a program, programs): an axis is shared out, over ``split`` programs or, with 0, over as many as give the
+    multiprocessors that ``tiles`` alone leave idle work."""
+    wanted = max(1, min(split or ceil_div(2 * processors(device), tiles), length // (2 * block)))
+    share = ceil_div(ceil_div(length, wanted), block) * block
+    return share, max(1, ceil_div(length, share))
+
+
 def chunks_for(rows: int, tiles: int, block: int, device: torch.device) -> tuple[int, int]:
     """(rows a chunk, chunks): rows are split only while columns alone leave multiprocessors idle."""
     wanted = max(1, min(ceil_div(2 * processors(device), tiles), rows // _SPLIT_ROWS))

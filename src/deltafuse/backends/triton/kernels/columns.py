@@ -20,8 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import MAX_KERNEL_RANK, ceil_div, chunks_for, counter, dot_precision, launch, pad_rank, rank_dtype
-from .norms import split_axis
+from ..launch import (
+    MAX_KERNEL_RANK,
+    ceil_div,
+    chunks_for,
+    counter,
+    dot_precision,
+    launch,
+    pad_rank,
+    rank_dtype,
+    split_axis,
+)
 from .passes import Parts
 from .reduction import arrive_last
 

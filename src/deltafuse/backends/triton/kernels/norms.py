@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ceil_div, counter, launch, pad_rank, processors
+from ..launch import ceil_div, counter, launch, pad_rank, split_axis
 from .gemm import device_facts
 from .reduction import arrive_last
 
@@ -364,13 +364,6 @@ def pass_config(rank: int, dtype: torch.dtype) -> Config:
 def _own_gram(padded: int, device: torch.device) -> bool:
     """Whether a Gram matrix fits beside a program's other sums: Hopper's products leave more registers."""
     return padded <= (64 if device_facts(device)[0] >= (9, 0) else 32)
-
-
-def split_axis(length: int, block: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """(length a program, programs): an axis is shared out while ``tiles`` alone leave multiprocessors idle."""
-    wanted = max(1, min(ceil_div(2 * processors(device), tiles), length // (2 * block)))
-    share = ceil_div(ceil_div(length, wanted), block) * block
-    return share, max(1, ceil_div(length, share))
 
 
 @dataclass(frozen=True)

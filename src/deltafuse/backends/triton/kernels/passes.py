@@ -35,9 +35,9 @@ from ..launch import (
     keep,
     memo,
     pad_rank,
-    processors,
     rank_dtype,
     scratch,
+    split_axis,
 )
 from ..tuning import Key, Tunable, stretched
 from .dropout import MASKED_RANK, dropped, kept, row_keys, seed_keys
@@ -248,14 +248,6 @@ def finish_config(rank: int, dtype: torch.dtype) -> Config:
     return Config(32, 32, 4, 3) if rank <= 128 else Config(64, 32, 8, 3)
 
 
-def _share(length: int, block: int, tiles: int, split: int, device: torch.device) -> tuple[int, int]:
-    """(length a program, programs) for one axis of ``length``, split while ``tiles`` leave multiprocessors idle."""
-    wanted = split or ceil_div(2 * processors(device), tiles)
-    wanted = max(1, min(wanted, length // (2 * block)))
-    share = ceil_div(ceil_div(length, wanted), block) * block
-    return share, max(1, ceil_div(length, share))
-
-
 # -- tuning: keys hold device, dtype, row bucket, then sizes, the padded rank and flags --------------------------------
 
 Shape = tuple[int, int, int, int]
@@ -355,7 +347,7 @@ def _settle_down(x: Tensor, a: Tensor, mask: Tensor | None, config: Config | Non
     key = (x.device, x.dtype, rows.bit_length(), inner, padded, x.stride(1) == 1)
     c = config or DOWN.config_for(key, down, (x, a, mask))
     tiles = ceil_div(rows, c.block_m)
-    share, splits = _share(inner, c.block_c, tiles, c.split, x.device)
+    share, splits = split_axis(inner, c.block_c, tiles, x.device, c.split)
     start = Ready(
         lowrank_down_kernel, (tiles, splits), c.warps, c.stages,
         (rows, rows if mask is None else rows // max(1, mask.shape[0]), inner, rank, share, splits,
@@ -421,7 +413,7 @@ def _settle_grad(args: tuple[Any, ...], config: Config | None) -> tuple[Ready, i
     key = key if seed is None else (*key, "dropout")
     c = config or GRAD.config_for(key, grad, args)
     tiles = max(1, ceil_div(rows, c.block_m))
-    share, splits = _share(wide, c.block_c, tiles, c.split, dy.device)
+    share, splits = split_axis(wide, c.block_c, tiles, dy.device, c.split)
     split = splits > 1 and want_q
     start = Ready(
         lowrank_grad_kernel, (tiles, splits), c.warps, c.stages,

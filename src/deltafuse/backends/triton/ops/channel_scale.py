@@ -15,17 +15,14 @@ from torch import Tensor
 from ....primitives.scaling import channel_scale as reference
 from ..binding import Fused, bind
 from ..kernels import scale as passes
+from . import common
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 def forward(x: Tensor, vector: Tensor) -> tuple[Tensor]:
     """(y,) in x's dtype."""
-    return (passes.scale(_flat(x), vector, 1.0, False, None).view(x.shape),)
+    return (passes.scale(common.flat(x), vector, 1.0, False, None).view(x.shape),)
 
 
 def fake(x: Tensor, vector: Tensor) -> tuple[Tensor]:
@@ -38,10 +35,10 @@ def save(args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[tuple[Any, ...
 
 def backward(grad: Tensor, x: Tensor, vector: Tensor, needs: Sequence[bool]) -> tuple[Any, ...]:
     """Gradients of x and the vector."""
-    dy = _flat(grad)
+    dy = common.flat(grad)
     if not needs[1]:
         return passes.scale(dy, vector, 1.0, False, None).view(x.shape), None
-    dx, dv = passes.scale_grad(dy, _flat(x), vector, 1.0, False, needs[0])
+    dx, dv = passes.scale_grad(dy, common.flat(x), vector, 1.0, False, needs[0])
     return None if dx is None else dx.view(x.shape), dv
 
 

@@ -20,7 +20,7 @@ from ..binding import Fused, bind
 from ..kernels import columns
 from ..launch import rank_dtype
 from ..products import with_lowrank
-from .lowrank_linear import _flat, _runner
+from . import common
 
 SCHEMA = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float alpha, Tensor gain, Tensor? down_gain, "
@@ -37,7 +37,7 @@ def forward(
     down_gain: Tensor | None, mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (..., N), h (M, r))."""
-    scaled, h = columns.forward(_flat(x), gain, down_gain, down, mask)
+    scaled, h = columns.forward(common.flat(x), gain, down_gain, down, mask)
     y = with_lowrank(scaled, weight, h, up, alpha, bias=bias)
     return y.view(*x.shape[:-1], weight.shape[0]), h
 
@@ -58,16 +58,16 @@ def backward(
     down_gain: Tensor | None, mask: Tensor | None, h: Tensor, alpha: float, needs: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, weight, bias, down, up, gain and down_gain, in the order of the arguments."""
-    flat, dy = _flat(x), _flat(grad)
+    flat, dy = common.flat(x), common.flat(grad)
     want_base = needs[0] or needs[6]
     want_x = want_base or needs[3] or needs[7]
     mask = mask if dy.shape[0] > 0 else None
-    parts = _runner(down, x).grad(dy, None, h, up, None, None, mask, alpha, want_x, needs[4])
+    parts = common.passes_for(down, x).grad(dy, None, h, up, None, None, mask, alpha, want_x, needs[4])
     base = torch.mm(dy, weight) if want_base else None
     grads = columns.backward(parts, flat, base, down, up, gain, down_gain, alpha, want_x, needs[3])
     dx = None if base is None or not needs[0] else base.view(x.shape)
     dweight = (dy.t() @ flat).mul_(gain) if needs[1] else None
-    dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] and bias is not None else None
+    dbias = common.bias_grad(dy, bias, needs[2])
     dgain = grads.gain if needs[6] else None
     return dx, dweight, dbias, grads.down, grads.up, None, dgain, grads.down_gain if needs[7] else None, None
 
@@ -75,10 +75,7 @@ def backward(
 def backward_fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
     bias, down, up, gain, down_gain, *_, needs = rest
     tensors = (x, weight, bias, down, up, None, gain, down_gain, None)
-    return tuple(
-        None if tensor is None or not need else tensor.new_empty(tensor.shape)
-        for tensor, need in zip(tensors, needs, strict=True)
-    )
+    return common.empty_grads(tensors, needs)
 
 
 _run = bind(Fused("columns_linear", SCHEMA, 2, forward, fake, save, SAVED, backward, backward_fake))

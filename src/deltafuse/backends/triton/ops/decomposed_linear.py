@@ -17,9 +17,10 @@ from torch import Tensor
 from ....core.precision import compute_dtype
 from ....primitives.decomposed import decomposed_linear as reference
 from ..binding import Fused, bind
-from ..kernels import norms, passes, wide
+from ..kernels import norms
 from ..launch import MAX_KERNEL_RANK, rank_dtype
 from ..products import with_lowrank
+from . import common
 
 SCHEMA = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float alpha, Tensor magnitude, float strength, "
@@ -29,10 +30,6 @@ SAVED = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, Tensor magnitude, Tensor? scale, Tensor? mask, "
     "Tensor y, Tensor h, Tensor gain, Tensor norm, Tensor slope, float alpha, float strength, bool detach"
 )
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _gains(gain: Tensor, strength: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -49,12 +46,12 @@ def forward(
     strength: float, scale: Tensor | None, detach: bool, mask: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(y (..., N), h (M, r), gain (N,), norm (N,), slope (N, r))."""
-    flat = _flat(x)
+    flat = common.flat(x)
     found = norms.compose(weight, up, down, alpha, magnitude.contiguous(), 0, not detach)
     assert found.gain is not None
     slope = found.norm.new_empty(0) if found.slope is None else found.slope
     kept, branch = _gains(found.gain, strength, scale)
-    runner = wide if wide.applies(down.shape[0], x.dtype) else passes
+    runner = common.passes_for(down, x)
     h = runner.down(flat, down, mask)
     y = with_lowrank(flat, weight, h, up, alpha, bias=bias, gain=kept, up_gain=branch)
     return y.view(*x.shape[:-1], weight.shape[0]), h, found.gain, found.norm, slope
@@ -83,11 +80,11 @@ def backward(
     alpha: float, strength: float, detach: bool, needs: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, bias, down, up and magnitude, in the order of the arguments."""
-    flat, dy = _flat(x), _flat(grad)
+    flat, dy = common.flat(x), common.flat(grad)
     want_down, want_up, want_magnitude = needs[3], needs[4], needs[6]
     kept, branch = _gains(gain, strength, scale)
-    runner = wide if wide.applies(down.shape[0], x.dtype) else passes
-    parts = runner.grad(dy, _flat(y), h, up, kept, branch, mask, alpha, needs[0] or want_down, True)
+    runner = common.passes_for(down, x)
+    parts = runner.grad(dy, common.flat(y), h, up, kept, branch, mask, alpha, needs[0] or want_down, True)
     assert parts.g is not None
     dx = with_lowrank(parts.g, weight, parts.q, down, 1.0, transposed=True).view(x.shape) if needs[0] else None
     direct = runner.finish(parts, flat, down, up, bias, kept, branch, alpha, want_down)
@@ -97,7 +94,7 @@ def backward(
         want_up and not detach, want_down and not detach, want_magnitude,
     )  # fmt: skip
     ddown, dup = _sum(direct.down, through.down), _sum(direct.up, through.up) if want_up else None
-    dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] and bias is not None else None
+    dbias = common.bias_grad(dy, bias, needs[2])
     return dx, None, dbias, ddown, dup, None, through.magnitude, None, None, None, None
 
 
@@ -115,10 +112,7 @@ def _sum(direct: Tensor | None, through: Tensor | None) -> Tensor | None:
 def backward_fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
     bias, down, up, magnitude, *_, needs = rest
     leaves = (x, None, bias, down, up, None, magnitude, None, None, None, None)
-    return tuple(
-        leaf.new_empty(leaf.shape) if leaf is not None and need else None
-        for leaf, need in zip(leaves, needs, strict=True)
-    )
+    return common.empty_grads(leaves, needs)
 
 
 _run = bind(Fused("decomposed_linear", SCHEMA, 5, forward, fake, save, SAVED, backward, backward_fake))

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....core.precision import compute_dtype
@@ -23,6 +22,7 @@ from ..kernels import glora as kernels
 from ..kernels import passes
 from ..launch import MAX_KERNEL_RANK, rank_dtype
 from ..products import with_lowrank
+from . import common
 
 SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor a_up, Tensor a_down, Tensor b_up, Tensor b_down, float alpha"
 SAVED = (
@@ -31,16 +31,12 @@ SAVED = (
 )
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, a_up: Tensor, a_down: Tensor, b_up: Tensor, b_down: Tensor,
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y (..., N), h (M, r), up (N, r), down (r, K)) with r = r1 + r2."""
-    flat = _flat(x)
+    flat = common.flat(x)
     made = kernels.prepare(flat, weight, a_up, a_down, b_up, b_down)
     y = with_lowrank(flat, weight, made.h, made.up, alpha, bias=bias)
     return y.view(*x.shape[:-1], weight.shape[0]), made.h, made.up, made.down
@@ -65,14 +61,14 @@ def backward(
     b_down: Tensor, h: Tensor, up: Tensor, down: Tensor, alpha: float, needs: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, bias and the four factors, in the order of the arguments."""
-    flat, dy = _flat(x), _flat(grad)
+    flat, dy = common.flat(x), common.flat(grad)
     _, _, _, want_a_up, want_a_down, want_b_up, want_b_down, _ = needs
     want_down, want_up = want_a_down or want_b_down, want_a_up or want_b_up
     parts = passes.grad(dy, None, h, up, None, None, None, alpha, needs[0] or want_down, want_up)
     dx = with_lowrank(dy, weight, parts.q, down, 1.0, transposed=True).view(x.shape) if needs[0] else None
     da_down, db_down, db_up, s = kernels.factor_grads(parts, flat, a_down, b_up, b_down, alpha, want_down)
     da_up = kernels.prologue_grad(s, weight, a_up) if want_a_up and s is not None else None
-    dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] and bias is not None else None
+    dbias = common.bias_grad(dy, bias, needs[2])
     found = (dx, None, dbias, da_up, da_down, db_up, db_down, None)
     return tuple(item if need else None for item, need in zip(found, needs, strict=True))
 
@@ -80,10 +76,7 @@ def backward(
 def backward_fake(grad: Tensor, *rest: Any) -> tuple[Any, ...]:
     x, _, bias, a_up, a_down, b_up, b_down, *_, needs = rest
     leaves = (x, None, bias, a_up, a_down, b_up, b_down, None)
-    return tuple(
-        None if leaf is None or not need else leaf.new_empty(leaf.shape)
-        for leaf, need in zip(leaves, needs, strict=True)
-    )
+    return common.empty_grads(leaves, needs)
 
 
 _run = bind(Fused("glora_linear", SCHEMA, 4, forward, fake, save, SAVED, backward, backward_fake))

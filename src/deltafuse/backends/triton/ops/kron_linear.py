@@ -29,13 +29,10 @@ from ....primitives.kron import kron_linear as reference
 from ..binding import Fused, bind
 from ..kernels import kron_chain, kron_mix, kron_pair
 from ..launch import rank_dtype
+from . import common
 
 SCHEMA = "Tensor x, Tensor? weight, Tensor? bias, Tensor w1, Tensor w2, Tensor? w2_up, float alpha"
 SAVED = "Tensor x, Tensor? weight, Tensor? bias, Tensor w1, Tensor w2, Tensor? w2_up, Tensor h, Tensor g, float alpha"
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _result_dtype(x: Tensor, weight: Any) -> torch.dtype:
@@ -46,7 +43,7 @@ def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, w1: Tensor, w2: Tensor, w2_up: Tensor | None, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y (..., N), h (M m, r), g (M l, r)); h and g are empty where w2 is full."""
-    flat, dtype = _flat(x), _result_dtype(x, weight)
+    flat, dtype = common.flat(x), _result_dtype(x, weight)
     h = g = None
     if w2_up is not None:
         h, g, y = kron_chain.apply(flat, w2, w1, w2_up, bias, alpha, True, dtype)
@@ -95,7 +92,7 @@ def backward(
     h: Tensor, g: Tensor, alpha: float, needs: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, weight, bias, w1, w2 and w2_up, in the order of the arguments."""
-    flat, dy = _flat(x), _flat(grad)
+    flat, dy = common.flat(x), common.flat(grad)
     wants = needs[0], needs[3], needs[4]
     if w2_up is not None:
         dx, dw1, dw2, dup = _chain_backward(dy, flat, w1, w2, w2_up, h, g, alpha, (*wants, needs[5]))
@@ -106,7 +103,7 @@ def backward(
     if dx is not None and weight is not None:
         dx.addmm_(dy, weight)
     dweight = dy.t() @ flat if needs[1] else None
-    dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] and bias is not None else None
+    dbias = common.bias_grad(dy, bias, needs[2])
     return None if dx is None else dx.view(x.shape), dweight, dbias, dw1, dw2, dup, None
 
 
@@ -147,10 +144,7 @@ def _mix_backward(
 def backward_fake(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Any, ...]:
     weight, bias, w1, w2, w2_up, *_, needs = rest
     tensors = (x, weight, bias, w1, w2, w2_up, None)
-    return tuple(
-        None if tensor is None or not need else tensor.new_empty(tensor.shape)
-        for tensor, need in zip(tensors, needs, strict=True)
-    )
+    return common.empty_grads(tensors, needs)
 
 
 _run = bind(Fused("kron_linear", SCHEMA, 3, forward, fake, save, SAVED, backward, backward_fake))

@@ -12,6 +12,7 @@ from ....primitives.kron import kron_merge as reference
 from ....primitives.kron import scaled
 from ..binding import Fused, bind
 from ..kernels import kron_merge as kernels
+from . import common
 
 SCHEMA = "Tensor? weight, Tensor w1, Tensor w2, float scale"
 
@@ -41,10 +42,7 @@ def backward(
 def backward_fake(
     grad: Tensor, weight: Any, w1: Tensor, w2: Tensor, scale: float, needs: Sequence[bool]
 ) -> tuple[Any, ...]:
-    return tuple(
-        None if tensor is None or not need else tensor.new_empty(tensor.shape)
-        for tensor, need in zip((weight, w1, w2, None), needs, strict=True)
-    )
+    return common.empty_grads((weight, w1, w2, None), needs)
 
 
 _run = bind(Fused("kron_merge", SCHEMA, 1, forward, fake, save, SCHEMA, backward, backward_fake))

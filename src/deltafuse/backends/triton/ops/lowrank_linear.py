@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....core.precision import compute_dtype
 from ....primitives.dropout import checked, keep_scale, threshold
 from ....primitives.linear import lowrank_linear as reference
 from ..binding import Fused, bind
-from ..kernels import passes, wide
 from ..launch import MAX_KERNEL_RANK, rank_dtype
 from ..products import with_lowrank
+from . import common
 
 SCHEMA = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, float alpha, Tensor? gain, Tensor? up_gain, "
@@ -33,15 +32,6 @@ SAVED = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, Tensor? gain, Tensor? up_gain, Tensor? mask, "
     "Tensor? seed, Tensor h, Tensor? y, float alpha, float dropout"
 )
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _runner(down: Tensor, x: Tensor) -> Any:
-    """Whose passes: the kernels' or, at ranks that are products like any other, the library's."""
-    return wide if wide.applies(down.shape[0], x.dtype) else passes
 
 
 def _masked(alpha: float, dropout: float, seed: Tensor | None) -> tuple[float, tuple[Any, ...]]:
@@ -54,8 +44,8 @@ def forward(
     gain: Tensor | None, up_gain: Tensor | None, mask: Tensor | None, dropout: float, seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y (..., N), h (M, r))."""
-    flat = _flat(x)
-    h = _runner(down, x).down(flat, down, mask)
+    flat = common.flat(x)
+    h = common.passes_for(down, x).down(flat, down, mask)
     alpha, drop = _masked(alpha, dropout, seed)
     y = with_lowrank(flat, weight, h, up, alpha, bias=bias, gain=gain, up_gain=up_gain, drop=drop)
     return y.view(*x.shape[:-1], weight.shape[0]), h
@@ -80,17 +70,17 @@ def backward(
     dropout: float, needs: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, weight, bias, down, up, gain and up_gain, in the order of the arguments."""
-    flat, dy = _flat(x), _flat(grad)
+    flat, dy = common.flat(x), common.flat(grad)
     want_q = needs[0] or needs[3]
-    runner = _runner(down, x)
+    runner = common.passes_for(down, x)
     alpha, drop = _masked(alpha, dropout, seed)
-    flat_y = None if y is None else _flat(y)
+    flat_y = None if y is None else common.flat(y)
     parts = runner.grad(dy, flat_y, h, up, gain, up_gain, mask, alpha, want_q, needs[4], *drop)
     scaled = dy if parts.g is None else parts.g
     dx = with_lowrank(scaled, weight, parts.q, down, 1.0, transposed=True).view(x.shape) if needs[0] else None
     grads = runner.finish(parts, flat, down, up, bias, gain, up_gain, alpha, needs[3])
     dweight = scaled.t() @ flat if needs[1] else None
-    dbias = dy.sum(0, dtype=torch.float32).to(bias.dtype) if needs[2] and bias is not None else None
+    dbias = common.bias_grad(dy, bias, needs[2])
     dup = grads.up if needs[4] else None
     return dx, dweight, dbias, grads.down, dup, None, grads.gain, grads.up_gain, None, None, None
 
@@ -98,10 +88,7 @@ def backward(
 def backward_fake(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Any, ...]:
     bias, down, up, gain, up_gain, *_, needs = rest
     tensors = (x, weight, bias, down, up, None, gain, up_gain, None, None, None)
-    return tuple(
-        None if tensor is None or not need else tensor.new_empty(tensor.shape)
-        for tensor, need in zip(tensors, needs, strict=True)
-    )
+    return common.empty_grads(tensors, needs)
 
 
 _run = bind(Fused("lowrank_linear", SCHEMA, 2, forward, fake, save, SAVED, backward, backward_fake))

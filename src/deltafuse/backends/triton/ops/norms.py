@@ -16,6 +16,7 @@ from ....primitives import norms as references
 from ..binding import Fused, bind
 from ..kernels import norms as kernels
 from ..launch import MAX_KERNEL_RANK
+from . import common
 
 GAIN_SCHEMA = "Tensor weight, Tensor up, Tensor down, float alpha, Tensor magnitude, int axis, bool slopes"
 GAIN_SAVED = (
@@ -75,10 +76,7 @@ def gain_backward_fake(
 ) -> tuple[Any, ...]:
     needs = rest[-1]
     leaves = (None, up, down, None, magnitude, None, None)
-    return tuple(
-        leaf.new_empty(leaf.shape) if leaf is not None and need else None
-        for leaf, need in zip(leaves, needs, strict=True)
-    )
+    return common.empty_grads(leaves, needs)
 
 
 _gain = bind(

@@ -21,14 +21,11 @@ from ....core.precision import compute_dtype
 from ....primitives.scaling import scaled_linear as reference
 from ..binding import Fused, bind
 from ..kernels import scale as passes
+from . import common
 
 SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor vector, float strength, bool keep"
 SAVED = "Tensor? kept, Tensor weight, Tensor? bias, Tensor vector, float strength"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _bias_grad(dy: Tensor, bias: Tensor | None, needed: bool) -> Tensor | None:
@@ -48,7 +45,7 @@ def forward_output(
     x: Tensor, weight: Tensor, bias: Tensor | None, vector: Tensor, strength: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """(y (..., N), y0 (M, N), or an empty tensor where nothing is kept)."""
-    base = torch.mm(_flat(x), weight.t())
+    base = torch.mm(common.flat(x), weight.t())
     y = passes.scale(base, vector, strength, True, bias, None if keep else base)
     return y.view(*x.shape[:-1], weight.shape[0]), base if keep else x.new_empty(0)
 
@@ -68,7 +65,7 @@ def backward_output(
     needs: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, weight, bias and the vector, in the order of the arguments."""
-    dy = _flat(grad)
+    dy = common.flat(grad)
     scaled, dv = None, None
     if needs[3] and base is not None:
         scaled, dv = passes.scale_grad(dy, base, vector, strength, True, needs[0])
@@ -91,7 +88,7 @@ def forward_input(
     x: Tensor, weight: Tensor, bias: Tensor | None, vector: Tensor, strength: float, keep: bool
 ) -> tuple[Tensor]:
     """(y (..., N),)."""
-    scaled = passes.scale(_flat(x), vector, strength, True, None)
+    scaled = passes.scale(common.flat(x), vector, strength, True, None)
     y = F.linear(scaled, weight, None if bias is None else bias.to(x.dtype))
     return (y.view(*x.shape[:-1], weight.shape[0]),)
 
@@ -110,12 +107,12 @@ def backward_input(
     needs: Sequence[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of x, weight, bias and the vector, in the order of the arguments."""
-    dy = _flat(grad)
+    dy = common.flat(grad)
     dx, dv = None, None
     if needs[0] or needs[3]:
         shifted = torch.mm(dy, weight)
         if needs[3] and x is not None:
-            dx, dv = passes.scale_grad(shifted, _flat(x), vector, strength, True, needs[0], shifted)
+            dx, dv = passes.scale_grad(shifted, common.flat(x), vector, strength, True, needs[0], shifted)
         else:
             dx = passes.scale(shifted, vector, strength, True, None, shifted)
     if dx is not None:
